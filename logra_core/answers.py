@@ -1,0 +1,273 @@
+"""Is this answer right? Extraction of the final answer, equality of two math answers, and the scorers of reasoning-gym.
+
+What belongs here: rules, as functions of strings. What does not: data (tasks.py), processes and time limits (grader_pool.py).
+`math_equal`, `math_job` and `gym_job` are unbounded in time and memory: for worker processes only. A worker loads this file by its
+path, so it imports nothing of the package, and nothing heavy at the top.
+
+Policies (each pinned by a test): one final \\boxed decides; no box, an unterminated last box, or a box in unfinished thinking is no
+answer. All parts of a multi-part answer are needed, in any order, and no more. `%`, `$`, degrees and trailing text units are dropped on
+both sides (28\\% is 28; 0.28 is not). Rational answers are compared exactly; the rest by math-verify, gold first, which takes a decimal
+for an irrational gold from 6 places on. Text golds (`\\text{Evelyn}`, `A`) are compared as text, never as products of letters.
+"""
+
+from __future__ import annotations
+
+import re
+from decimal import Decimal
+from fractions import Fraction
+
+# ---------------------------------------------------------------- extraction
+
+
+def visible(response: str) -> str | None:
+    """What follows the thinking; None when the thinking was never closed."""
+    tail = response.rsplit("</think>", 1)[-1]
+    return None if "<think>" in tail else tail
+
+
+def boxed_answer(response: str) -> str | None:
+    """Content of the last `\\boxed` / `\\fbox` (`\\boxed 2` too); None when there is none, or it is empty or cut off."""
+    text = visible(response)
+    found = list(re.finditer(r"\\(?:boxed|fbox)(?![a-zA-Z])\s*", text or ""))
+    if not found:
+        return None
+    rest = text[found[-1].end() :]
+    if not rest.startswith("{"):
+        return (re.match(r"[^\s${}]*", rest).group().rstrip(".,;")) or None
+    depth = 0
+    for token in re.finditer(r"\\.|[{}]", rest, re.DOTALL):
+        depth += {"{": 1, "}": -1}.get(token.group(), 0)
+        if depth == 0:
+            return rest[1 : token.start()].strip() or None
+    return None
+
+
+def final_answer(response: str) -> str | None:
+    """What a response to a reasoning-gym question answers, stripped; None if nothing.
+
+    The last complete <answer>...</answer> decides (innermost, if nested). Without one, the whole response is the answer. An opened tag
+    that never closes, or unfinished thinking, is no answer.
+    """
+    text = visible(response)
+    if text is None:
+        return None
+    tags = re.findall(r"<answer>((?:(?!<answer>).)*?)</answer>", text, re.DOTALL)
+    if not tags and "<answer>" in text:
+        return None
+    return (tags[-1] if tags else text).strip() or None
+
+
+def bare(answer: str) -> str:
+    """Without what surrounds an answer: one \\boxed{}, $ or ** around it, a final full stop."""
+    box = re.fullmatch(r"\$*\\boxed\{(.*)\}\$*\.?", answer, re.DOTALL)
+    return (box[1] if box else answer).strip().removesuffix(".").strip("$*").strip().removesuffix(".")
+
+
+def number(answer: str) -> Decimal | None:
+    """Value of the plain number that an answer is, or that it ends in as a statement: after its last `=`, `is` or `:`.
+
+    `19`, `12 + 7 = 19` and `The final answer is 19.` answer 19. `17 18 19`, `The answer is 18 or 19` and `It is 19, I think` answer
+    nothing: only what stands last counts, so neither guesses nor a stray right number in a longer text are paid.
+    """
+    stated = re.split(r"=|:|\bis\b", bare(answer))[-1]
+    text = bare(stated.strip()).replace("\N{MINUS SIGN}", "-")
+    plain = re.fullmatch(r"[+-]?(?:\d+|\d{1,3}(?:,\d{3})+)(?:\.\d+)?", text) if len(text) <= 200 else None
+    return Decimal(text.replace(",", "")) if plain else None
+
+
+# ---------------------------------------------------------------- equality
+
+_TEXT = r"\\(?:text|mbox|mathrm|textbf|mathbf|textit|rm|textrm)"
+_UNICODE = str.maketrans({"−": "-", "–": "-", "°": r"^\circ", "π": r"\pi ", "∞": r"\infty ", "∪": r"\cup ", "\xa0": " "})
+_REWRITES = [
+    (re.compile(pattern), new)
+    for pattern, new in [
+        (r"^\\\((.*)\\\)$|^\\\[(.*)\\\]$", r"\1\2"),
+        (r"\\(?:left|right|displaystyle|big|Big|bigl|bigr)(?![a-zA-Z])\.?", ""),
+        (r"(?<!\\)\\!\s*", ""),
+        (r"(?<!\\)(?:\\[,;: ]|~)", " "),
+        (r"\\[dtc]frac(?![a-zA-Z])", r"\\frac"),
+        (r"\\?\$|\\?%|\s*\bpercent(?:age)?\b|\^\s*\{?\s*\\circ\s*\}?|\\degree", ""),
+        (_TEXT + r"\{\s*,?\s*(and|or)\s*\}", r" \1 "),
+        (r"\\frac\s*(\d)", r"\\frac{\1}"),
+        (r"\\frac\s*(\{[^{}]*\})\s*(\w)", r"\\frac\1{\2}"),
+        (r"\\sqrt\s*(\w)", r"\\sqrt{\1}"),
+        (r"\s+", " "),
+    ]
+]
+_UNIT = re.compile(r"(?<=\S)\s*" + _TEXT + r"\{[^{}]*[A-Za-z°]{2}[^{}]*\}\s*(?:\^\s*\{?\d\}?)?$")
+_BRACKET = re.compile(r"\\begin\{[^{}]*\}|\\end\{[^{}]*\}|\\[{}]|[{}()\[\]]|\\.")
+_THOUSANDS = re.compile(r"(?<![\d,.])\d{1,3}(?:,\d{3})+(?![\d,])")
+_SPLIT = re.compile(r"\s*(?:[,;]\s*(?:and\b|or\b)?|\b(?:and|or)\b)\s*")
+
+
+def _clean(text: str) -> str:
+    text = text.strip().translate(_UNICODE)
+    for pattern, new in _REWRITES:
+        text = pattern.sub(new, text)
+    return text.strip().rstrip(". ")
+
+
+def _depths(text: str) -> list[int]:
+    """Nesting depth before each character; any opening bracket pairs with any closing one, as in (3, 4]."""
+    depths, depth, at = [], 0, 0
+    for token in _BRACKET.finditer(text):
+        depths += [depth] * (token.end() - at)
+        name, at = token.group(), token.end()
+        if name.startswith(r"\begin") or name in ("{", r"\{", "(", "["):
+            depth += 1
+        elif name.startswith(r"\end") or name in ("}", r"\}", ")", "]"):
+            depth -= 1
+    return depths + [depth] * (len(text) - at)
+
+
+def _parts(answer: str, join: bool = True) -> list[str]:
+    """Top-level parts of an answer: `1, 2 and 3`, `\\{1,2\\}` and `1 \\pm 2` have several. join: 58,500 is one number."""
+    text = _clean(answer)
+    inner = text[2:-2]
+    if text.startswith(r"\{") and text.endswith(r"\}") and min(_depths(inner), default=0) >= 0:
+        text = inner.strip()
+    for found in reversed(list(_THOUSANDS.finditer(text)) if join else []):
+        if _depths(text)[found.start()] == 0:
+            text = text[: found.start()] + found.group().replace(",", "") + text[found.end() :]
+    depths, cuts = _depths(text), [0]
+    for found in _SPLIT.finditer(text):
+        if depths[found.start()] == 0:
+            cuts += [found.start(), found.end()]
+    pieces = [text[a:b].strip() for a, b in zip(cuts[::2], cuts[1::2] + [len(text)])]
+    parts: list[str] = []
+    for piece in (_UNIT.sub("", p).strip() for p in pieces):
+        plus_minus = re.search(r"\\pm(?![a-zA-Z])", piece)
+        for pm, mp in [("+", "-"), ("-", "+")] if plus_minus else [("", "")]:
+            signed = re.sub(r"\\mp(?![a-zA-Z])\s*", mp, re.sub(r"\\pm(?![a-zA-Z])\s*", pm, piece))
+            parts.append(signed if plus_minus else piece)
+    return parts
+
+
+def _key(part: str) -> str:
+    """Spelling-free form for string equality."""
+    part = re.sub(_TEXT + r"\{([^{}]*)\}", r"\1", part)
+    part = re.sub(r"([_^])\{(\w)\}", r"\1\2", part)
+    return re.sub(r"(?<![\d.])\.(?=\d)", "0.", re.sub(r"\s+", "", part).lstrip("+"))
+
+
+def _rational(part: str) -> Fraction | None:
+    """Exact value of an integer, decimal, fraction or mixed number; None for anything else."""
+    text = re.sub(r"\s+", "", part) if len(part) <= 200 else ""
+    if re.fullmatch(r"[+-]?(?:\d+\.?\d*|\.\d+)", text):
+        return Fraction(text.rstrip("."))
+    found = re.fullmatch(r"([+-]?)(\d*)\\frac\{([+-]?\d+)\}\{([+-]?\d+)\}", text) or re.fullmatch(r"([+-]?)()(\d+)/(\d+)", text)
+    if not found or int(found[4]) == 0 or (found[2] and "-" in found[3] + found[4]):
+        return None
+    return (-1 if found[1] == "-" else 1) * (int(found[2] or 0) + Fraction(int(found[3]), int(found[4])))
+
+
+def _is_text(part: str) -> bool:
+    """A gold to compare as text: \\text{...}, a choice letter, or up to four plain words, one of three letters on (or yes, no)."""
+    if re.fullmatch(_TEXT + r"\{[^{}]*[A-Za-z][^{}]*\}", part) or re.fullmatch(r"\(?[A-H]\)?|(?i:yes|no)", part):
+        return True
+    return bool(re.fullmatch(r"[A-Za-z'-]+(?: [A-Za-z'-]+){0,3}", part) and re.search(r"[A-Za-z]{3}", part))
+
+
+def _same_text(gold: str, answer: str) -> bool:
+    letters = [re.sub(r"[^a-z0-9]", "", _key(p).casefold()) for p in (gold, answer)]
+    return letters[0] == letters[1] != ""
+
+
+def _quick(gold: str, answer: str) -> bool | None:
+    """Verdict on one part without sympy; None: sympy must decide."""
+    if _key(gold) == _key(answer):
+        return bool(_key(gold))
+    if _is_text(gold):
+        return _same_text(gold, answer)
+    values = _rational(gold), _rational(answer)
+    if None not in values:
+        return values[0] == values[1]
+    bases = [re.search(r"\d_\{?(\d+)\}?$", p) for p in (gold, answer)]
+    if all(bases) and bases[0][1] != bases[1][1]:
+        return False
+    # math-verify reads "1 2 4" as a sum: a bare list of numbers is no answer
+    return False if re.search(r"\d\s+[\d.]", answer) else None
+
+
+def _matched(golds: list[str], answers: list[str], equal) -> bool | None:
+    """One-to-one matching of parts. False if one gold has no partner; None if `equal` left it open."""
+    left, open_ = list(answers), False
+    for gold in golds:
+        verdicts = [equal(gold, a) for a in left]
+        if True in verdicts:
+            left.pop(verdicts.index(True))
+        elif None in verdicts:
+            open_ = True
+        else:
+            return False
+    return None if open_ else True
+
+
+def _compare(gold: str, answer: str, equal) -> bool | None:
+    golds = _parts(gold)
+    readings = [p for p in (_parts(answer), _parts(answer, join=False)) if len(p) == len(golds)]
+    verdicts = [_matched(golds, p, equal) for p in readings]
+    return True if True in verdicts else None if None in verdicts else False
+
+
+def quick_equal(gold: str, answer: str) -> bool | None:
+    """Exact, instant verdict where strings, rational numbers and text suffice; None: ask `math_equal` in a worker."""
+    return _compare(gold, answer, _quick)
+
+
+def gold_parses_quickly(gold: str) -> bool:
+    """True if every part of the gold is text or a rational number, so it needs no parser."""
+    return bool(_clean(gold)) and all(_is_text(p) or _rational(p) is not None for p in _parts(gold))
+
+
+def _parse(part: str) -> list:
+    from math_verify import LatexExtractionConfig, parse
+
+    # boxed first: a bare equation would parse to its right side; no timeout inside: the pool keeps the time
+    config = [LatexExtractionConfig(boxed_match_priority=0)]
+    return parse(r"\boxed{" + part + "}", config, fallback_mode="no_fallback", parsing_timeout=None, raise_on_error=True)
+
+
+def math_equal(gold: str, answer: str) -> bool:
+    """Full verdict, sympy included. Unbounded time and memory: for worker processes only. Raises what sympy raises."""
+    from math_verify import verify
+
+    def equal(g: str, a: str) -> bool:
+        verdict = _quick(g, a)
+        return verify(_parse(g), _parse(a), timeout_seconds=None, raise_on_error=True) if verdict is None else verdict
+
+    return bool(_compare(gold, answer, equal))
+
+
+def math_job(gold: str, answer: str | None) -> str:
+    """answer None: does the gold parse, and equal itself when both sides go through sympy?"""
+    if answer is not None:
+        return "correct" if math_equal(gold, answer) else "wrong"
+    from math_verify import verify
+
+    parsed = [_parse(p) for p in _parts(gold) if not _is_text(p)]
+    return "correct" if all(p and verify(p, p, timeout_seconds=None) for p in parsed) else "wrong"
+
+
+_DATASETS: dict = {}
+
+
+def gym_job(name: str, options: dict, candidates: list[str], entry: dict) -> str:
+    """score_answer must be exactly 1: partial credit pays wrong answers."""
+    key = repr((name, options))
+    if key not in _DATASETS:
+        import reasoning_gym
+
+        _DATASETS[key] = reasoning_gym.create_dataset(name, seed=0, **options)
+    error = None
+    for candidate in candidates:
+        try:
+            if _DATASETS[key].score_answer(candidate, entry) == 1.0:
+                return "correct"
+        except Exception as caught:
+            error = caught
+    return "grader_error" if error else "wrong"
+
+
+WARM_UP = {"math": (r"\sqrt{2}", r"\frac{2}{\sqrt{2}}"), "gym": ("chain_sum", {}, [], {})}  # a first job of each kind, for its imports

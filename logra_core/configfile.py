@@ -1,0 +1,54 @@
+"""Settings from a file and from the command line: YAML or JSON, with `dotted.key=value` overrides on top.
+
+Belongs here: reading and merging text into a `TrainConfig`. What is allowed is decided by the dataclasses in config.py alone.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+import yaml
+
+from .config import ConfigError, TrainConfig, from_dict, to_dict
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML 1.1 reads `1e-5` as text; this reads it as a number."""
+
+
+_Loader.yaml_implicit_resolvers = {k: list(v) for k, v in yaml.SafeLoader.yaml_implicit_resolvers.items()}
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"^[+-]?(?:\d+\.?\d*|\.\d+)[eE][+-]?\d+$"), list("+-0123456789.")
+)
+
+
+def load_config(path: str | os.PathLike, overrides: tuple[str, ...] | list[str] = ()) -> TrainConfig:
+    """TrainConfig from a YAML or JSON file and `dotted.key=value` overrides (values as in YAML); whatever is not named keeps its default."""
+    path = Path(path)
+    if path.suffix not in (".yaml", ".yml", ".json"):
+        raise ConfigError(f"config file {str(path)!r}: allowed are .yaml, .yml and .json")
+    if not path.is_file():
+        raise ConfigError(f"config file {str(path)!r} does not exist")
+    values = yaml.load(path.read_text(), _Loader) or {}
+    if not isinstance(values, dict):
+        raise ConfigError(f"config file {str(path)!r} holds a {type(values).__name__}; expected names and values")
+    for item in overrides:
+        dotted, equals, text = item.partition("=")
+        if not equals or not dotted:
+            raise ConfigError(f"argument {item!r}: expected dotted.key=value, for example optim.update_ratio=1e-3")
+        place = values
+        *parents, last = dotted.split(".")
+        for name in parents:
+            place = place.setdefault(name, {})
+            if not isinstance(place, dict):
+                raise ConfigError(f"argument {item!r}: {name!r} has no fields")
+        place[last] = yaml.load(text, _Loader)
+    return from_dict(TrainConfig, _merge(to_dict(TrainConfig()), values))
+
+
+def _merge(base: dict, values: dict) -> dict:
+    """Nested update; so that naming one field of a nested config keeps the run's defaults of the others."""
+    nested = {k: _merge(base[k], v) for k, v in values.items() if isinstance(v, dict) and isinstance(base.get(k), dict)}
+    return base | values | nested

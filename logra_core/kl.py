@@ -1,0 +1,262 @@
+"""How far a proposed update would move the policy, before it is taken, and the step scale that keeps it to a KL budget.
+
+KL(α) ≈ α² q with q = 1/(2|P|T²) Σ_s Var_{v∼p(s)}[ż_v(s)] (METHOD section 4; the paper's Equation 6). Every estimator adds the
+update as a low-rank branch to the outputs of the target layers, so weights are never touched.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.autograd.forward_ad as fw
+from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from .config import ConfigError, KLConfig
+from .optim import NonFiniteError
+from .projection import canonical_name
+from .sync import SketchUpdate
+
+CHUNK = 512  # contexts whose full-vocabulary distributions are held in float64 at a time
+LOGITS = 2**26  # logits of one forward pass of a probe (256 MiB in fp32); longer batches go in parts
+
+
+@dataclass(frozen=True)
+class ProbeBatch:
+    """Contexts P of the prediction: the positions from which the response tokens of some sequences are drawn.
+
+    input_ids: [B, T] int64, prompts padded on the left, responses on the right. attention_mask: [B, T], 1 at real tokens.
+    response_mask: [B, T] bool, True at response tokens; the context of the token at t ends at t - 1.
+    """
+
+    input_ids: torch.Tensor
+    attention_mask: torch.Tensor
+    response_mask: torch.Tensor
+
+    def __post_init__(self) -> None:
+        shapes = {n: tuple(getattr(self, n).shape) for n in ("input_ids", "attention_mask", "response_mask")}
+        if len(set(shapes.values())) != 1 or self.input_ids.dim() != 2:
+            raise ConfigError(f"probe batch shapes {shapes}: expected three equal [B, T]")
+        if self.response_mask[:, 0].any():
+            raise ConfigError("probe batch: a response token at position 0 has no context; sequences start with a prompt token")
+        if not self.response_mask.any():
+            raise ConfigError("probe batch without a response token: there is no context to predict on")
+
+    @property
+    def first(self) -> int:
+        """Position of the earliest context of the batch."""
+        return int(self.response_mask.any(0).nonzero()[0]) - 1
+
+    @property
+    def contexts(self) -> int:
+        """|P|."""
+        return int(self.response_mask.sum())
+
+    def parts(self, vocabulary: int) -> Iterator[ProbeBatch]:
+        """Rows in groups whose context logits stay below `LOGITS`; rows without a response token are left out."""
+        kept = self.response_mask.any(1).nonzero().flatten()
+        rows = max(1, LOGITS // ((self.input_ids.shape[1] - self.first) * vocabulary))
+        for some in kept.split(rows):
+            yield ProbeBatch(self.input_ids[some], self.attention_mask[some], self.response_mask[some])
+
+
+def position_ids(attention_mask: torch.Tensor) -> torch.Tensor:
+    """[B, T] positions that count real tokens only, so that left padding does not shift a sequence."""
+    return (attention_mask.long().cumsum(1) - 1).clamp(min=0)
+
+
+def kl_divergence(z_p_CV: torch.Tensor, z_q_CV: torch.Tensor, temperature: float = 1.0) -> torch.Tensor:
+    """KL(softmax(z_p/T) ‖ softmax(z_q/T)) of each context [C], nats, float64, full vocabulary.
+
+    Computed as log Σ p eᵈ − Σ p d with d = (z_q − z_p)/T centred on its mean: no difference of large log-probs is taken.
+    """
+    p_CV = torch.softmax(z_p_CV.double() / temperature, -1)
+    d_CV = (z_q_CV.double() - z_p_CV.double()) / temperature
+    d_CV = d_CV - (p_CV * d_CV).sum(-1, keepdim=True)
+    return torch.log1p((p_CV * torch.expm1(d_CV)).sum(-1))
+
+
+def logit_variance(z_CV: torch.Tensor, zdot_CV: torch.Tensor, temperature: float = 1.0) -> torch.Tensor:
+    """Var_{v∼softmax(z/T)}[ż_v] of each context [C], float64."""
+    p_CV = torch.softmax(z_CV.double() / temperature, -1)
+    zdot_CV = zdot_CV.double()
+    return (p_CV * (zdot_CV - (p_CV * zdot_CV).sum(-1, keepdim=True)).square()).sum(-1)
+
+
+@torch.no_grad()
+def exact_kl(model: nn.Module, update: SketchUpdate, probe: ProbeBatch, alpha: float, temperature: float = 1.0) -> float:
+    """Mean KL(current ‖ current after α · update) over the contexts, nats, by two forward passes."""
+    total = 0.0
+    with _probing(model):
+        for part in probe.parts(model.config.vocab_size):
+            before = _context_logits(model, part)
+            with _branch(model, update, alpha):
+                after = _context_logits(model, part)
+            for z_p, z_q in zip(before.split(CHUNK), after.split(CHUNK), strict=True):
+                total += float(kl_divergence(z_p, z_q, temperature).sum())
+    return total / probe.contexts
+
+
+def q_finite_difference(model: nn.Module, update: SketchUpdate, probe: ProbeBatch, step: float, temperature: float = 1.0) -> float:
+    """q ≈ KL(step)/step² (the paper's 27B run). In bf16 a small step drowns in rounding; `step` is a setting to choose."""
+    return exact_kl(model, update, probe, step, temperature) / step**2
+
+
+@torch.no_grad()
+def q_jvp(model: nn.Module, update: SketchUpdate, probe: ProbeBatch, temperature: float = 1.0) -> float:
+    """q by one forward-mode pass: every target adds −(x Vᵀ) Uᵀ to its output's tangent; no [D, K] tangent exists.
+
+    Raises:
+        RuntimeError: an operation of the model has no forward-mode rule (fused attention other than torch's own).
+    """
+    total = 0.0
+    with _probing(model), fw.dual_level(), sdpa_kernel(SDPBackend.MATH), _branch(model, update, None):
+        for part in probe.parts(model.config.vocab_size):
+            try:
+                z_CV, zdot_CV = fw.unpack_dual(_context_logits(model, part))
+            except (NotImplementedError, RuntimeError) as error:
+                if "forward" not in str(error):
+                    raise
+                raise RuntimeError(
+                    f"this model has an operation without a forward-mode rule ({str(error).splitlines()[0]}); load it with "
+                    'attn_implementation="sdpa" or "eager", or use KLConfig(estimator="finite_difference")'
+                ) from error
+            if zdot_CV is not None:
+                for z, zdot in zip(z_CV.split(CHUNK), zdot_CV.split(CHUNK), strict=True):
+                    total += float(logit_variance(z, zdot, temperature).sum())
+    return total / (2 * probe.contexts * temperature**2)
+
+
+def predict_q(model: nn.Module, update: SketchUpdate, probe: ProbeBatch, config: KLConfig) -> float:
+    """q(D) of the proposed update by the configured estimator; KL(α) ≈ α² q.
+
+    Raises:
+        NonFiniteError: the prediction is NaN, infinite or negative.
+    """
+    if config.estimator == "jvp":
+        q = q_jvp(model, update, probe, config.temperature)
+    else:
+        q = q_finite_difference(model, update, probe, config.probe_step, config.temperature)
+    if not math.isfinite(q) or q < 0:
+        raise NonFiniteError(f"predicted KL coefficient q = {q} of update {update.version}: the step is not taken")
+    return q
+
+
+def budget_at(config: KLConfig, update: int) -> float:
+    """KL budget δ of an update (counted from 1), nats; infinite without control. Cosine from δ0 at 1 to δ1 at `horizon`, then δ1."""
+    if config.schedule == "none":
+        return math.inf
+    if config.schedule == "constant":
+        return config.budget
+    progress = min(max((update - 1) / max(config.horizon - 1, 1), 0.0), 1.0)
+    return config.budget_end + (config.budget - config.budget_end) * 0.5 * (1 + math.cos(math.pi * progress))
+
+
+class StepController:
+    """α = min(α_max, √(δ_eff/q)): rescales a proposed update to its KL budget and remembers the mismatch (METHOD section 4)."""
+
+    def __init__(self, config: KLConfig) -> None:
+        self.config = config
+        self.mismatch: float | None = None
+        self.last: dict = {}
+
+    def observe_mismatch(self, value: float) -> None:
+        """Feed m ≥ 0 of one batch; averaged with weight `mismatch_weight` (the first value starts the average)."""
+        if not math.isfinite(value) or value < 0:
+            raise NonFiniteError(f"mismatch = {value}: expected a finite number >= 0")
+        weight = self.config.mismatch_weight
+        self.mismatch = value if self.mismatch is None else (1 - weight) * self.mismatch + weight * value
+
+    def effective_budget(self, update: int) -> float:
+        """max(δ − m, floor · δ) with mismatch subtraction on, else δ."""
+        budget = budget_at(self.config, update)
+        if not self.config.mismatch or self.mismatch is None or math.isinf(budget):
+            return budget
+        return max(budget - self.mismatch, self.config.mismatch_floor * budget)
+
+    def scale(self, model: nn.Module, update: SketchUpdate, probe: ProbeBatch) -> float:
+        """α of a proposed update. Without a schedule α = 1 and nothing is measured. `last` tells what was used."""
+        if self.config.schedule == "none":
+            alpha, q, budget = 1.0, None, math.inf
+        else:
+            budget = self.effective_budget(update.version)
+            q = predict_q(model, update, probe, self.config)
+            alpha = min(self.config.alpha_max, math.sqrt(budget / q)) if q else 1.0
+        self.last = {
+            "estimator": self.config.estimator,
+            "q": q,
+            "budget": budget_at(self.config, update.version),
+            "effective_budget": budget,
+            "alpha": alpha,
+            "predicted_kl": None if q is None else alpha**2 * q,
+        }
+        return alpha
+
+    def state_dict(self) -> dict:
+        return {"mismatch": self.mismatch}
+
+    def load_state_dict(self, state: dict) -> None:
+        self.mismatch = state["mismatch"]
+
+
+@contextlib.contextmanager
+def _probing(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode (no dropout, no activation checkpointing), put back module by module."""
+    training = [m for m in model.modules() if m.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+def _context_logits(model: nn.Module, probe: ProbeBatch) -> torch.Tensor:
+    """Logits [C, V] at the contexts, row by row of the batch."""
+    keep = probe.input_ids.shape[1] - probe.first
+    logits = model(
+        input_ids=probe.input_ids,
+        attention_mask=probe.attention_mask,
+        position_ids=position_ids(probe.attention_mask),
+        logits_to_keep=keep,
+        use_cache=False,
+    ).logits
+    return logits[:, :-1][probe.response_mask[:, probe.first + 1 :]]
+
+
+@contextlib.contextmanager
+def _branch(model: nn.Module, update: SketchUpdate, step: float | None) -> Iterator[None]:
+    """Target layers return y − step · (x Vᵀ) Uᵀ; with step None the branch goes into the tangent instead (forward mode)."""
+    modules = {canonical_name(n): m for n, m in model.named_modules()}
+    if unknown := [n for n in update.factors if n not in modules]:
+        raise ConfigError(f"the update has layers the model lacks: {', '.join(unknown[:5])}")
+    handles = []
+    try:
+        for name, U_DR in update.factors.items():
+            hook = _BranchHook(U_DR, update.basis(name, U_DR.device), step)
+            handles.append(modules[name].register_forward_hook(hook, with_kwargs=True))
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+class _BranchHook:
+    def __init__(self, U_DR: torch.Tensor, V_RK: torch.Tensor, step: float | None) -> None:
+        self.U_DR, self.V_RK, self.step = U_DR, V_RK, step
+
+    def __call__(self, module: nn.Module, args: tuple, kwargs: dict, output: torch.Tensor) -> torch.Tensor:
+        x = args[0] if args else kwargs["input"]
+        if self.step is not None:
+            return output - self.step * self._delta(x, output.dtype)
+        y, tangent = fw.unpack_dual(output)
+        delta = -self._delta(fw.unpack_dual(x).primal, y.dtype)
+        return fw.make_dual(y, delta if tangent is None else tangent + delta)
+
+    def _delta(self, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        x = x.to(dtype)
+        return (x @ self.V_RK.to(dtype).T) @ self.U_DR.to(dtype).T

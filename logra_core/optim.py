@@ -1,0 +1,218 @@
+"""From sketch to weight change: `row_adam` and `sgd` as pure functions, and `LoGRA`, the optimizer around them (METHOD section 3).
+
+`propose()` changes nothing; `apply(update, alpha)` merges and returns what to send; `step()` is both, for loops that know only optimizers.
+"""
+
+from __future__ import annotations
+
+import math
+import uuid
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from .config import ConfigError, OptimConfig, SketchConfig, to_dict
+from .projection import ProjectionSpec
+from .sketch import attach, detach
+from .sync import SketchUpdate, Weights
+
+TINY = torch.finfo(torch.float32).tiny
+_DTYPE = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+
+
+class NonFiniteError(FloatingPointError):
+    """A NaN or infinity was met before the step; weights and optimizer state are unchanged."""
+
+
+class MissingSketchError(RuntimeError):
+    """No backward pass reached a target since the last update."""
+
+
+def sgd(S_DR: torch.Tensor) -> torch.Tensor:
+    """U = S."""
+    return S_DR
+
+
+def row_adam(S_DR: torch.Tensor, v_D: torch.Tensor, step: int, beta2: float, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """RowAdam: Adam's second moment, one value an output row, no first moment (METHOD section 3).
+
+    Args:
+        S_DR: sketch [D, R] fp32. v_D: moment [D] fp32 before this step. step: t, counted from 1.
+    Returns:
+        U [D, R] with ‖U‖ = ‖S‖, and the new moment [D]; the inputs are unchanged. A zero S gives a zero U.
+    """
+    square_D = torch.linalg.vector_norm(S_DR, dim=1).square()  # Σ_j S²: the only pass over S besides U's own
+    v_D = beta2 * v_D + (1 - beta2) * square_D / S_DR.shape[1]  # v ← β2 v + (1−β2) mean_j S²
+    root_D = (v_D / (1 - beta2**step)).sqrt()  # root = √(v / (1−β2ᵗ))
+    inverse_D = 1 / (root_D + torch.clamp(eps * root_D.mean(), min=TINY))  # inv = 1 / (root + max(ε mean(root), tiny))
+    inverse_D = inverse_D / inverse_D.max()  # rms(inv) is scale-free; this keeps its squares finite
+    inverse_D = inverse_D / inverse_D.square().mean().sqrt()  # inv ← inv / rms(inv)
+    norm_U = (inverse_D.square() @ square_D).sqrt()  # ‖inv ⊙ S‖
+    scale = square_D.sum().sqrt() / norm_U.clamp(min=TINY)  # ‖U‖ = ‖S‖
+    return (inverse_D * scale)[:, None] * S_DR, v_D  # U = inv ⊙ S, rescaled
+
+
+def product_norm_sq(U_DR: torch.Tensor, V_RK: torch.Tensor) -> torch.Tensor:
+    """‖U V‖² without the [D, K] product: tr(U (V Vᵀ) Uᵀ) = ⟨UᵀU, V Vᵀ⟩, a float64 scalar."""
+    return torch.sum((U_DR.T @ U_DR) * (V_RK @ V_RK.T), dtype=torch.float64)
+
+
+class LoGRA(torch.optim.Optimizer):
+    """Freezes the model, sketches its targets, and updates them.
+
+    Args:
+        model: any module whose targets are `nn.Linear`; weights stay where they are, fp32 or with fp32 masters kept here.
+        sketch, optim: settings; `optim.update_ratio` becomes the `lr` of the parameter group, so schedulers work.
+        scale: called by `step()` with the proposed update, returns α (for example a KL controller); default α = 1.
+
+    `state_dict` holds moments, masters and the version, loads with `weights_only=True` and restores bit for bit together with
+    the model's own `state_dict`.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        sketch: SketchConfig = SketchConfig(),
+        optim: OptimConfig = OptimConfig(),
+        scale: Callable[[SketchUpdate], float] | None = None,
+    ) -> None:
+        self.model, self.config, self.optim_config, self.scale = model, sketch, optim, scale
+        self.targets = attach(model, sketch)
+        self.weights = Weights({n: t.module for n, t in self.targets.items()})
+        self._pending: tuple[SketchUpdate, dict[str, torch.Tensor]] | None = None
+        group = {"params": [t.sketch for t in self.targets.values()], "logra": self._identity(uuid.uuid4().hex, 0)}
+        super().__init__([group], {"lr": optim.update_ratio, "beta2": optim.beta2, "eps": optim.eps})
+        for name, target in self.targets.items():
+            state = {"v": torch.zeros(target.module.out_features, device=target.weight.device)}
+            if name in self.weights.masters:
+                state["master"] = self.weights.masters[name]
+            self.state[target.sketch] = state
+
+    def _identity(self, run_id: str, version: int) -> dict:
+        settings = {k: list(v) if isinstance(v, tuple) else v for k, v in to_dict(self.config).items()}
+        return {"run_id": run_id, "version": version, "rule": self.optim_config.rule, "sketch": settings, "names": list(self.targets)}
+
+    @property
+    def version(self) -> int:
+        """Number of updates applied so far."""
+        return self.param_groups[0]["logra"]["version"]
+
+    @property
+    def run_id(self) -> str:
+        """Random name of this run, kept across resumes; replicas follow one run."""
+        return self.param_groups[0]["logra"]["run_id"]
+
+    def grad_norm(self) -> float:
+        """Frobenius norm over all sketches, 0 for those that saw no backward."""
+        norms = [t.sketch.grad.norm() for t in self.targets.values() if t.sketch.grad is not None]
+        return float(torch.stack(norms).norm()) if norms else 0.0
+
+    @torch.no_grad()
+    def propose(self) -> SketchUpdate:
+        """The next update in fp32, its size set by the update ratio: √Σ‖UA‖² = lr · √Σ‖W‖² (METHOD section 3). Changes nothing.
+
+        Raises:
+            MissingSketchError: a target saw no backward. NonFiniteError: a sketch or a weight holds NaN or infinity.
+        """
+        if missing := [n for n, t in self.targets.items() if t.sketch.grad is None]:
+            raise MissingSketchError(
+                f"no sketch for {len(missing)} of {len(self.targets)} targets ({', '.join(missing[:3])}): run loss.backward() with grad "
+                "enabled first, and call the layers as modules"
+            )
+        group = self.param_groups[0]
+        self._finite({n: t.sketch.grad for n, t in self.targets.items()}, "sketch")
+        factors, moments, norms = {}, {}, []
+        for name, target in self.targets.items():
+            S_DR, v_D = target.sketch.grad, self.state[target.sketch]["v"]
+            if self.optim_config.rule == "row_adam":
+                factors[name], moments[name] = row_adam(S_DR, v_D, self.version + 1, group["beta2"], group["eps"])
+            else:
+                factors[name], moments[name] = sgd(S_DR), v_D
+            norms.append(product_norm_sq(factors[name], target.projection()))
+        total, weights = math.sqrt(sum(torch.stack(norms).tolist())), math.sqrt(sum(self._weight_norms_sq()))
+        if not math.isfinite(weights) or not math.isfinite(total):
+            raise NonFiniteError(f"norm of the weights {weights}, of the update {total}: nothing was changed")
+        factor = group["lr"] * weights / total if total else 0.0
+        factors = dict(zip(factors, torch._foreach_mul(list(factors.values()), factor), strict=True))
+        first = next(iter(self.targets.values()))
+        update = SketchUpdate(
+            self.run_id, self.version + 1, first.spec, factors, {n: t.width for n, t in self.targets.items()},
+            drawn={n: t.projection() for n, t in self.targets.items()},
+        )  # fmt: skip
+        self._pending = (update, moments)
+        return update
+
+    @torch.no_grad()
+    def apply(self, update: SketchUpdate, alpha: float = 1.0) -> SketchUpdate:
+        """Merge α · update into the weights, take over the moments, clear the sketches and redraw A.
+
+        Returns:
+            the update as sent: α inside, rounded once to the wire dtype; both sides merge exactly this.
+        Raises:
+            RuntimeError: `update` is not the one last proposed. ConfigError, NonFiniteError: α or a factor is not finite.
+            Nothing has changed then.
+        """
+        if self._pending is None or self._pending[0] is not update:
+            raise RuntimeError(f"update {update.version} is not the one last proposed at version {self.version}; propose again")
+        wire = update.scaled(alpha, _DTYPE[self.optim_config.wire_dtype])
+        self._finite(wire.factors, "factor")
+        for name, U_DR in wire.factors.items():
+            self.weights.merge_(name, U_DR, wire.basis(name, U_DR.device))
+        for name, v_D in self._pending[1].items():
+            self.state[self.targets[name].sketch]["v"] = v_D
+        self._pending = None
+        self.param_groups[0]["logra"]["version"] = update.version
+        self._redraw()
+        self.zero_grad()
+        return wire
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], torch.Tensor] | None = None) -> torch.Tensor | None:
+        """propose, scale, apply: the drop-in for loops that know only optimizers."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        update = self.propose()
+        self.apply(update, 1.0 if self.scale is None else self.scale(update))
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop what has accumulated; the memory is freed whatever `set_to_none` says."""
+        super().zero_grad(set_to_none=True)
+
+    def load_state_dict(self, state_dict: dict) -> None:
+        """Restore moments, masters and version. Raises ConfigError, naming what differs, for a state of other settings or layers."""
+        theirs, ours = state_dict["param_groups"][0].get("logra"), self.param_groups[0]["logra"]
+        if theirs is None:
+            raise ConfigError("not a state of LoGRA: its parameter group has no entry 'logra'")
+        differ = [k for k in ("rule", "sketch", "names") if theirs[k] != ours[k]]
+        if differ:
+            detail = "; ".join(f"{k}: saved {theirs[k]}, here {ours[k]}" for k in differ if k != "names") or "other layers"
+            raise ConfigError(f"saved LoGRA state does not fit this one: {detail}")
+        super().load_state_dict(state_dict)
+        for name, target in self.targets.items():
+            if "master" in self.state[target.sketch]:
+                self.weights.masters[name] = self.state[target.sketch]["master"]
+        self._pending = None
+        self._redraw()
+
+    def detach(self) -> None:
+        """Take hooks and sketches off the model; this optimizer is of no use afterwards."""
+        detach(self.model)
+
+    def _redraw(self) -> None:
+        spec = ProjectionSpec(self.config.seed, self.version if self.config.refresh else 0, self.config.rank, self.config.distribution)
+        for target in self.targets.values():
+            target.redraw(spec)
+
+    def _weight_norms_sq(self) -> list[float]:
+        norms = torch._foreach_norm([self.weights.master(n) for n in self.targets])
+        return torch.stack(norms).double().square().tolist()
+
+    @staticmethod
+    def _finite(tensors: dict[str, torch.Tensor], what: str) -> None:
+        norms = torch.stack(torch._foreach_norm(list(tensors.values()), float("inf"))).tolist()
+        if bad := [n for n, norm in zip(tensors, norms, strict=True) if not math.isfinite(norm)]:
+            raise NonFiniteError(f"{what} of {', '.join(bad[:5])} holds NaN or infinity: nothing was changed")

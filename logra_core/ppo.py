@@ -1,0 +1,164 @@
+"""The RL algorithm: baseline, advantages, importance weights, loss, Pass@k. Pure functions and one small state.
+
+Deltas from textbook PPO (METHOD section 6):
+- no critic and no GAE: advantage = reward - a running mean of PAST batches' rewards (starts at 0, EMA weight 0.1), the same for every token;
+- one response per prompt and no group baseline; reward 1 if the verifier accepts, else -0.01;
+- one update per batch, so the ratio pi/pi_old is exactly 1 when it is taken: pi_old is the same forward's detached value, no extra pass;
+  the clip is kept, and would bind only with more updates per batch;
+- truncated importance sampling: every token is weighted by min(pi_old / pi_rollout, 2), where pi_rollout is what the engine sampled from;
+- the loss is a sum over tokens divided by the generated tokens of the whole batch (long responses weigh more than short ones);
+- no KL penalty against a reference model, no entropy bonus, no gradient clipping: step size is the step controller's business.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+
+
+class RunningBaseline:
+    """b <- (1 - w) b + w mean(rewards), starting at 0. `advantages` reads only what `observe` folded in before: past batches."""
+
+    def __init__(self, weight: float = 0.1):
+        if not 0 < weight <= 1:
+            raise ValueError(f"RunningBaseline: weight = {weight!r}; allowed is 0 < weight <= 1")
+        self.weight, self.value = weight, 0.0
+
+    def advantages(self, rewards: torch.Tensor) -> torch.Tensor:
+        """rewards fp [B] -> rewards - baseline, fp32 [B]. Changes nothing."""
+        return rewards.to(torch.float32) - self.value
+
+    def observe(self, rewards: torch.Tensor) -> None:
+        """Fold this batch in, for the batches to come."""
+        mean = float(rewards.double().mean())
+        if not math.isfinite(mean):
+            raise ValueError(f"RunningBaseline.observe: mean reward is {mean}")
+        self.value += self.weight * (mean - self.value)
+
+    def state_dict(self) -> dict:
+        return {"value": self.value, "weight": self.weight}
+
+    def load_state_dict(self, state: dict) -> None:
+        if state["weight"] != self.weight:
+            raise ValueError(f"RunningBaseline: saved with weight {state['weight']}, this one has {self.weight}")
+        self.value = float(state["value"])
+
+
+def rewards_of(correct: list[bool], failure_reward: float) -> torch.Tensor:
+    """1 for a correct response, `failure_reward` for any other; fp32 [B]."""
+    return torch.tensor([1.0 if c else failure_reward for c in correct], dtype=torch.float32)
+
+
+def sequence_logprobs(
+    model, padded: dict[str, torch.Tensor], temperature: float = 1.0, prefix: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Log-probs of the response tokens under `model` at `temperature`: fp32 [B, T], 0 outside `response_mask`; differentiable.
+
+    padded: input_ids, attention_mask, response_mask [B, T] as made by `Rollouts.padded`. Logits are computed at the response columns only
+    ([B, R, V], R = longest response), so with cross-entropy the peak is two fp32 tensors of that size. Positions count real tokens, as in
+    generation.
+    prefix: int64 [P], tokens before those of `padded` that all rows share: computed once, with gradients, and exact. Not together with
+    activation checkpointing, which keeps no cache.
+    """
+    if not temperature > 0:
+        raise ValueError(f"sequence_logprobs: temperature = {temperature!r}; allowed is > 0 (greedy rollouts have no sampling distribution)")
+    device = model.get_input_embeddings().weight.device
+    input_ids, mask = padded["input_ids"].to(device), padded["response_mask"].to(device)
+    attention_mask = padded["attention_mask"].to(device)
+    if input_ids.shape != mask.shape or input_ids.shape != attention_mask.shape:
+        raise ValueError(f"sequence_logprobs: shapes differ: {tuple(input_ids.shape)}, {tuple(mask.shape)}, {tuple(attention_mask.shape)}")
+    columns = mask.any(0).nonzero()
+    if len(columns) == 0 or int(columns[0]) == 0:
+        raise ValueError("sequence_logprobs: response_mask must mark at least one token, and none in column 0 (it has no context)")
+    first = int(columns[0])
+    keep = input_ids.shape[1] - first + 1
+    cache, shared = None, 0 if prefix is None else len(prefix)
+    if shared:
+        cache = model(input_ids=prefix.to(device)[None], use_cache=True, logits_to_keep=1).past_key_values
+        if cache is None:
+            raise ValueError("sequence_logprobs: the model kept no cache (activation checkpointing?), so a prefix cannot be shared")
+        cache.batch_repeat_interleave(len(input_ids))
+        attention_mask = F.pad(attention_mask, (shared, 0), value=1)
+    positions = (attention_mask.cumsum(-1) - 1).clamp(min=0)[:, shared:]
+    logits = model(
+        input_ids=input_ids, attention_mask=attention_mask, position_ids=positions, past_key_values=cache, logits_to_keep=keep,
+        use_cache=cache is not None,
+    ).logits[:, :-1]  # the last column predicts a token that is not there
+    labels = input_ids[:, first:].masked_fill(~mask[:, first:], -100)
+    logits = logits.float() if temperature == 1 else logits.float() / temperature
+    logp = -F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="none").view(labels.shape)
+    return F.pad(logp, (first, 0))
+
+
+def tis_weights(trainer_logp: torch.Tensor, rollout_logp: torch.Tensor, cap: float = 2.0) -> torch.Tensor:
+    """min(exp(trainer - rollout), cap) per token, detached; same shape as the inputs."""
+    if not cap >= 1:
+        raise ValueError(f"tis_weights: cap = {cap!r}; allowed is >= 1")
+    # clamped before exp as well: a huge difference must give the cap, not inf
+    return (trainer_logp.detach() - rollout_logp).clamp(max=math.log(cap)).exp().clamp(max=cap)
+
+
+def ppo_loss(
+    logp: torch.Tensor, rollout_logp: torch.Tensor, advantages: torch.Tensor, mask: torch.Tensor, batch_tokens: int,
+    clip: float = 0.2, tis_cap: float = 2.0, old_logp: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, dict[str, float]]:  # fmt: skip
+    """Clipped token-level surrogate of one microbatch, already divided by the tokens of the WHOLE batch: microbatch losses add up to it.
+
+        L = - sum_t w_t min(rho_t A, clip(rho_t, 1 - c, 1 + c) A) / batch_tokens,   rho = exp(logp - old), w = min(exp(old - rollout), cap)
+
+    logp, rollout_logp, old_logp: fp32 [B, T] (old_logp None: logp detached, the on-policy case). advantages [B]. mask bool [B, T].
+    Returns the scalar loss and sums over the microbatch's tokens: tokens, tis_sum, tis_max, tis_capped, ratio_clipped.
+    """
+    if logp.shape != rollout_logp.shape or logp.shape != mask.shape or advantages.shape != logp.shape[:1]:
+        raise ValueError(
+            f"ppo_loss: logp {tuple(logp.shape)}, rollout_logp {tuple(rollout_logp.shape)}, mask {tuple(mask.shape)} must be [B, T] alike, "
+            f"advantages {tuple(advantages.shape)} [B]"
+        )
+    tokens = int(mask.sum())
+    if not 0 < tokens <= batch_tokens:
+        raise ValueError(f"ppo_loss: mask marks {tokens} tokens; expected 1 to batch_tokens = {batch_tokens}")
+    if mask.dtype != torch.bool:
+        raise ValueError(f"ppo_loss: mask is {mask.dtype}; expected torch.bool")
+    old = logp.detach() if old_logp is None else old_logp.detach()
+    ratio = (logp - old).exp()
+    weight = tis_weights(old, rollout_logp, tis_cap)
+    adv = advantages.to(logp)[:, None]
+    gain = torch.minimum(ratio * adv, ratio.clamp(1 - clip, 1 + clip) * adv)
+    loss = -(weight * gain).masked_fill(~mask, 0.0).sum() / batch_tokens
+    inside = weight[mask]
+    stats = {
+        "tokens": tokens,
+        "tis_sum": float(inside.double().sum()),
+        "tis_max": float(inside.max()),
+        "tis_capped": int(((old - rollout_logp)[mask] > math.log(tis_cap)).sum()),
+        "ratio_clipped": int((((ratio.detach() - 1).abs() > clip) & mask).sum()),
+    }
+    return loss, stats
+
+
+def mismatch(rollout_logp: torch.Tensor, trainer_logp: torch.Tensor, mask: torch.Tensor, finished: torch.Tensor) -> float:
+    """max(0, mean over the tokens of FINISHED responses of rollout - trainer log-prob), in nats; METHOD section 4.
+
+    All [B, T] but finished bool [B]. 0 when no response finished.
+    """
+    if rollout_logp.shape != trainer_logp.shape or mask.shape != trainer_logp.shape or finished.shape != mask.shape[:1]:
+        raise ValueError(
+            f"mismatch: got {tuple(rollout_logp.shape)}, {tuple(trainer_logp.shape)}, {tuple(mask.shape)} and finished {tuple(finished.shape)}; "
+            "expected [B, T] three times and [B]"
+        )
+    chosen = mask & finished.bool()[:, None]
+    if not chosen.any():
+        return 0.0
+    mean = float((rollout_logp.double() - trainer_logp.detach().double())[chosen].mean())
+    if not math.isfinite(mean):
+        raise ValueError(f"mismatch: mean log-prob difference is {mean}")
+    return max(0.0, mean)
+
+
+def pass_at_k(n: int, c: int, k: int) -> float:
+    """Unbiased chance that at least one of k samples is right, from c right ones among n: 1 - C(n-c, k) / C(n, k)."""
+    if not (1 <= k <= n and 0 <= c <= n):
+        raise ValueError(f"pass_at_k: n = {n}, c = {c}, k = {k}; allowed is 1 <= k <= n and 0 <= c <= n")
+    return 1.0 - math.comb(n - c, k) / math.comb(n, k)

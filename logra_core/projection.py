@@ -1,0 +1,194 @@
+"""The only seed recipe: from (run seed, draw number, layer name) to the projection A[r, k], the same bits everywhere.
+
+Entries come from NumPy's Philox raw words (a counter-based stream that is stable across versions) through operations that
+IEEE 754 rounds exactly (+ - * / sqrt, and products short enough to be exact), so that neither device, thread count, BLAS,
+chunk nor shard changes a bit. METHOD section 1.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import xxhash
+
+from .config import DISTRIBUTIONS, ConfigError
+
+WRAPPER_PARTS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
+RECIPE = "logra-projection-1"  # part of the seed: a changed recipe must change every A
+
+
+@dataclass(frozen=True)
+class ProjectionSpec:
+    """Which draw of A: run seed, draw number (0 for the first update; stays 0 when A is fixed), rank r, distribution."""
+
+    seed: int
+    draw: int
+    rank: int
+    distribution: str
+
+    def __post_init__(self) -> None:
+        if self.distribution not in DISTRIBUTIONS:
+            raise ConfigError(f"distribution = {self.distribution!r}: allowed is one of {', '.join(DISTRIBUTIONS)}")
+        for name, least in (("seed", 0), ("draw", 0), ("rank", 1)):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+                raise ConfigError(f"{name} = {value!r}: expected an integer >= {least}")
+
+
+def canonical_name(name: str) -> str:
+    """Module name without the parts that wrappers add (torch.compile, activation checkpointing, FSDP1, a leading DDP `module.`)."""
+    parts = [p for p in name.split(".") if p not in WRAPPER_PARTS]
+    return ".".join(parts[1:] if len(parts) > 1 and parts[0] == "module" else parts)
+
+
+def make_projection(
+    spec: ProjectionSpec,
+    name: str,
+    width: int,
+    *,
+    columns: slice = slice(None),
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+) -> torch.Tensor:
+    """A[r, k] with E[AᵀA] = I (METHOD section 1).
+
+    Rademacher: ±1/√r. Gaussian: N(0, 1/r). Orthonormal: Haar rows times √(k/r), which needs r <= k.
+
+    Args:
+        name: of the module, canonical or wrapped. width: k, inputs of the layer.
+        columns: contiguous part of A's columns to return (a row-parallel shard), equal to the slice of the whole.
+        dtype, device: of the result; the values are made in float64 or exactly, then rounded once.
+    Returns:
+        tensor [r, k] (or [r, len(columns)]), contiguous.
+    Raises:
+        ConfigError: r > k for orthonormal rows, a width below 1, or a stepped slice.
+    """
+    if width < 1:
+        raise ConfigError(f"width = {width}: a projection of {name!r} needs at least one column")
+    if columns.step not in (None, 1):
+        raise ConfigError(f"columns = {columns}: allowed is a slice with step 1")
+    stream = np.random.Philox(key=_key(spec, name))
+    device = torch.device(device)
+    if spec.distribution == "rademacher":
+        return _rademacher(stream, spec.rank, width, columns, dtype, device)
+    if spec.distribution == "gaussian":
+        values = _normal(stream, spec.rank * width).reshape(spec.rank, width) / math.sqrt(spec.rank)
+    else:
+        if spec.rank > width:
+            raise ConfigError(f"rank = {spec.rank}: {name!r} has {width} inputs, and orthonormal rows need rank <= {width}")
+        values = _haar_rows(_normal(stream, spec.rank * width).reshape(spec.rank, width)) * math.sqrt(width / spec.rank)
+    return torch.from_numpy(np.ascontiguousarray(values[:, columns])).to(device=device, dtype=dtype)
+
+
+def projection_digest(spec: ProjectionSpec, widths: dict[str, int], made: dict[str, torch.Tensor] | None = None) -> str:
+    """128-bit digest (hex) of the fp32 matrices A of all named layers; `made` saves drawing those it holds."""
+    digest = xxhash.xxh3_128()
+    for name in sorted(widths):
+        A_RK = (made or {}).get(name)
+        A_RK = make_projection(spec, name, widths[name]) if A_RK is None else A_RK
+        digest.update(name.encode())
+        digest.update(A_RK.detach().to("cpu", torch.float32).contiguous().numpy())
+    return digest.hexdigest()
+
+
+def _key(spec: ProjectionSpec, name: str) -> np.ndarray:
+    # The rank is left out: the rank-r matrix is then the first r rows of any larger one, up to the scale.
+    text = f"{RECIPE}|{spec.distribution}|{spec.seed}|{spec.draw}|{canonical_name(name)}"
+    return np.frombuffer(hashlib.blake2b(text.encode(), digest_size=16).digest(), dtype="<u8").astype(np.uint64)
+
+
+def _rademacher(stream, rank, width, columns, dtype, device) -> torch.Tensor:
+    words = -(-width // 64)  # a row starts on a word of its own
+    packed = stream.random_raw(rank * words).astype("<u8", copy=False).view(np.uint8).reshape(rank, words * 8)
+    start, stop, _ = columns.indices(width)
+    first, last = start // 8, -(-stop // 8)
+    part = torch.from_numpy(np.ascontiguousarray(packed[:, first : max(last, first)]))
+    if device.type == "cpu":
+        bits = torch.from_numpy(np.unpackbits(part.numpy(), axis=1, bitorder="little"))
+    else:  # move the packed bits, an eighth of a byte an entry, and unpack there
+        shifts = torch.arange(8, dtype=torch.uint8, device=device)
+        bits = ((part.to(device).unsqueeze(-1) >> shifts) & 1).flatten(1)
+    scale = 1.0 / math.sqrt(rank)
+    bits = bits[:, start - 8 * first : max(stop - 8 * first, start - 8 * first)]
+    return bits.to(torch.float32).mul_(2 * scale).sub_(scale).to(dtype).contiguous()  # 0, 1 -> -scale, +scale: exact
+
+
+def _normal(stream, count: int) -> np.ndarray:
+    """Standard normals, float64 [count], by the inverse distribution function (Wichura 1988, AS 241, PPND16)."""
+    uniform = ((stream.random_raw(count) >> np.uint64(11)).astype(np.float64) + 0.5) * 2.0**-53
+    uniform = np.minimum(uniform, 1.0 - 2.0**-53)  # the largest word rounds up to 1
+    q = uniform - 0.5
+    out = q * _ratio(0.180625 - q * q, _CENTRE)
+    tail = np.flatnonzero(np.abs(q) > 0.425)
+    distance = np.sqrt(-_log(np.minimum(uniform[tail], 1.0 - uniform[tail])))
+    far = np.where(distance <= 5.0, _ratio(distance - 1.6, _MIDDLE), _ratio(distance - 5.0, _FAR))
+    out[tail] = np.where(q[tail] < 0, -far, far)
+    return out
+
+
+def _log(x: np.ndarray) -> np.ndarray:
+    # libm's log differs in the last bit between machines; this series uses only exactly rounded operations.
+    mantissa, exponent = np.frexp(x)
+    low = mantissa < math.sqrt(0.5)
+    mantissa = np.where(low, mantissa * 2.0, mantissa)
+    s = (mantissa - 1.0) / (mantissa + 1.0)
+    square, series = s * s, np.zeros_like(s)
+    for odd in range(25, 0, -2):
+        series = series * square + 1.0 / odd
+    return (exponent - low) * 0.6931471805599453 + 2.0 * s * series
+
+
+def _ratio(x: np.ndarray, coefficients: tuple[tuple[float, ...], tuple[float, ...]]) -> np.ndarray:
+    above, below = (np.zeros_like(x) for _ in range(2))
+    for a, b in zip(*coefficients, strict=True):
+        above, below = above * x + a, below * x + b
+    return above / below
+
+
+def _haar_rows(G_RK: np.ndarray) -> np.ndarray:
+    """Gram–Schmidt of Gaussian rows (Haar distributed) by Cholesky of the Gram matrix, bit for bit on every BLAS.
+
+    BLAS sums in an order of its own, so its operands are kept to integers short enough for every partial sum to be exact.
+    """
+    rank, width = G_RK.shape
+    G_RK = np.round(G_RK * 2.0**14)  # |entry| < 2^18, so products of two sum exactly up to k = 2^17
+    M_RR = G_RK @ G_RK.T
+    inverse_RR = np.eye(rank)
+    for j in range(rank):  # elimination on [M | I] gives L⁻¹, elementwise and so in a fixed order
+        pivot = 1.0 / M_RR[j, j]
+        factor = M_RR[j + 1 :, j] * pivot
+        M_RR[j + 1 :, j + 1 :] -= np.multiply.outer(factor, M_RR[j, j + 1 :])
+        inverse_RR[j + 1 :, : j + 1] -= np.multiply.outer(factor, inverse_RR[j, : j + 1])
+        inverse_RR[j] *= np.sqrt(pivot)
+    _, exponent = np.frexp(np.abs(inverse_RR).max(axis=1, keepdims=True))
+    rest, total = np.ldexp(inverse_RR, -exponent), np.zeros((rank, width))
+    for bits in (22, 44, 66):  # slices of 22 bits: 22 + 18 + log2(r) <= 53
+        part = np.round(np.ldexp(rest, bits))
+        rest = rest - np.ldexp(part, -bits)
+        total = total + np.ldexp(part @ G_RK, -bits)
+    return np.ldexp(total, exponent)
+
+
+# AS 241 coefficients, highest power first (numerator, denominator), for the centre, the tails and the far tails.
+_CENTRE = (
+    (2509.0809287301226727, 33430.575583588128105, 67265.770927008700853, 45921.953931549871457,
+     13731.693765509461125, 1971.5909503065514427, 133.14166789178437745, 3.3871328727963666080),
+    (5226.4952788528545610, 28729.085735721942674, 39307.895800092710610, 21213.794301586595867,
+     5394.1960214247511077, 687.18700749205790830, 42.313330701600911252, 1.0),
+)  # fmt: skip
+_MIDDLE = (
+    (7.74545014278341407640e-4, 0.0227238449892691845833, 0.241780725177450611770, 1.27045825245236838258,
+     3.64784832476320460504, 5.76949722146069140550, 4.63033784615654529590, 1.42343711074968357734),
+    (1.05075007164441684324e-9, 5.47593808499534494600e-4, 0.0151986665636164571966, 0.148103976427480074590,
+     0.689767334985100004550, 1.67638483018380384940, 2.05319162663775882187, 1.0),
+)  # fmt: skip
+_FAR = (
+    (2.01033439929228813265e-7, 2.71155556874348757815e-5, 0.00124266094738807843860, 0.0265321895265761230930,
+     0.296560571828504891230, 1.78482653991729133580, 5.46378491116411436990, 6.65790464350110377720),
+    (2.04426310338993978564e-15, 1.42151175831644588870e-7, 1.84631831751005468180e-5, 7.86869131145613259100e-4,
+     0.0148753612908506148525, 0.136929880922735805310, 0.599832206555887937690, 1.0),
+)  # fmt: skip

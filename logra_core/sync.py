@@ -1,0 +1,265 @@
+"""What travels from trainer to rollout policy, and how a second copy of the weights follows the first without drifting.
+
+`SketchUpdate` carries the factor αηU of every layer and the seed of A (METHOD section 5). A merge is additive and so not
+idempotent: a `Replica` takes version n + 1 of its own run only, checks digests, stages, and either commits whole or stays as it was.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass, field
+
+import torch
+import xxhash
+from safetensors import SafetensorError
+from safetensors.torch import load as load_safetensors
+from safetensors.torch import save as save_safetensors
+from torch import nn
+
+from .config import ConfigError
+from .projection import ProjectionSpec, make_projection, projection_digest
+from .sketch import select_targets
+
+FORMAT = 1
+_DTYPES = {torch.bfloat16: "bfloat16", torch.float32: "float32", torch.float16: "float16"}
+
+
+class SyncError(RuntimeError):
+    """A message that was refused; the receiver is as it was before."""
+
+
+@dataclass(frozen=True, eq=False)
+class SketchUpdate:
+    """An update W ← W − Σ factor · V of every target, V drawn from `projection` or given by value.
+
+    run_id: the run it belongs to. version: number of updates after it is applied (from 1).
+    factors: name -> [D, R]; as proposed in fp32, as sent rounded to the wire dtype with α inside.
+    widths: name -> K. bases: name -> V [R, K] by value, for layers whose V no seed gives.
+    fingerprint: of the weights after the update ("" when not checked). rounded: whether it may be merged and sent.
+    """
+
+    run_id: str
+    version: int
+    projection: ProjectionSpec
+    factors: dict[str, torch.Tensor]
+    widths: dict[str, int]
+    bases: dict[str, torch.Tensor] = field(default_factory=dict)
+    fingerprint: str = ""
+    rounded: bool = False
+    drawn: dict[str, torch.Tensor] = field(default_factory=dict, repr=False)  # A at hand already; saves drawing it again
+
+    def basis(self, name: str, device: torch.device | str = "cpu") -> torch.Tensor:
+        """V [R, K] fp32 of a layer."""
+        made = self.bases.get(name, self.drawn.get(name))
+        if made is None:
+            made = make_projection(self.projection, name, self.widths[name], device=device)
+        return made.to(device=device, dtype=torch.float32)
+
+    def scaled(self, alpha: float, dtype: torch.dtype) -> SketchUpdate:
+        """α · update, rounded once to `dtype`: what both sides merge (METHOD section 5)."""
+        if self.rounded:
+            raise SyncError("this update is scaled and rounded already; scale the proposed one")
+        if not (0 <= alpha < float("inf")):
+            raise ConfigError(f"alpha = {alpha!r}: expected a finite number >= 0")
+        factors = {n: (U_DR * alpha).to(dtype) for n, U_DR in self.factors.items()}
+        return dataclasses.replace(self, factors=factors, rounded=True)
+
+    def payload_bytes(self) -> int:
+        """Bytes of the factors and of bases sent by value: Σ D·R·(bytes an element), the formula of METHOD section 5."""
+        return sum(t.numel() * t.element_size() for t in (*self.factors.values(), *self.bases.values()))
+
+    def to_bytes(self, fingerprint: str | None = None) -> bytes:
+        """The message: safetensors, with everything but the factors in a digested header."""
+        if not self.rounded:
+            raise SyncError("only a scaled and rounded update may be sent: take what LoGRA.apply returns")
+        seeded = {n: k for n, k in self.widths.items() if n not in self.bases}
+        header = {
+            "format": FORMAT,
+            "kind": "update",
+            "run_id": self.run_id,
+            "version": self.version,
+            "projection": dataclasses.asdict(self.projection),
+            "widths": self.widths,
+            "projection_digest": projection_digest(self.projection, seeded, self.drawn),
+            "fingerprint": self.fingerprint if fingerprint is None else fingerprint,
+        }
+        tensors = {f"U.{n}": t for n, t in self.factors.items()} | {f"V.{n}": t for n, t in self.bases.items()}
+        return _pack(header, tensors)
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> SketchUpdate:
+        """Parse and check a message; A is drawn anew and its digest compared with the sender's.
+
+        Raises:
+            SyncError: truncated, corrupted, of another kind or format, or A differs from the sender's.
+        """
+        header, tensors = _unpack(data, "update")
+        try:
+            projection = ProjectionSpec(**header["projection"])
+            factors = {n[2:]: t for n, t in tensors.items() if n.startswith("U.")}
+            bases = {n[2:]: t for n, t in tensors.items() if n.startswith("V.")}
+            widths = {n: int(k) for n, k in header["widths"].items()}
+            drawn = {n: make_projection(projection, n, k) for n, k in widths.items() if n not in bases}
+            update = cls(header["run_id"], header["version"], projection, factors, widths, bases, header["fingerprint"], True, drawn)
+        except (KeyError, TypeError, AttributeError, ConfigError) as error:
+            raise SyncError(f"update message with a malformed header: {error!r}") from error
+        ours = projection_digest(projection, {n: widths[n] for n in drawn}, drawn)
+        if ours != header["projection_digest"]:
+            raise SyncError(f"the sender's projections have digest {header['projection_digest']}, ours {ours}: not the same A on both sides")
+        return update
+
+
+class Weights:
+    """fp32 masters of the target weights: the weight itself when it is fp32, else a copy that is rounded back after a change."""
+
+    def __init__(self, modules: dict[str, nn.Linear]) -> None:
+        self.modules = modules
+        self.masters = {n: m.weight.detach().float() for n, m in modules.items() if m.weight.dtype != torch.float32}
+
+    def master(self, name: str) -> torch.Tensor:
+        """fp32 [D, K], shared with the model where the model is fp32."""
+        return self.masters.get(name, self.modules[name].weight.detach())
+
+    def write_back(self, name: str) -> None:
+        if name in self.masters:
+            self.modules[name].weight.detach().copy_(self.masters[name])
+
+    def merge_(self, name: str, U_DR: torch.Tensor, V_RK: torch.Tensor) -> None:
+        """W ← W − U V in place; no [D, K] temporary (METHOD section 5)."""
+        W_DK = self.master(name)
+        W_DK.addmm_(U_DR.to(W_DK.device, torch.float32), V_RK.to(W_DK.device), alpha=-1)
+        self.write_back(name)
+
+    def set_(self, name: str, W_DK: torch.Tensor) -> None:
+        self.master(name).copy_(W_DK)
+        self.write_back(name)
+
+    def fingerprint(self) -> str:
+        """128-bit digest (hex) of names and master bits: equal exactly when the policies are."""
+        digest = xxhash.xxh3_128()
+        for name in sorted(self.modules):
+            digest.update(name.encode())
+            digest.update(self.master(name).cpu().contiguous().numpy())
+        return digest.hexdigest()
+
+
+def full_state_bytes(weights: Weights, run_id: str, version: int) -> bytes:
+    """The full resync message: every target's fp32 master [D, K], run and version."""
+    header = {"format": FORMAT, "kind": "full", "run_id": run_id, "version": version, "fingerprint": weights.fingerprint()}
+    return _pack(header, {f"W.{n}": weights.master(n) for n in weights.modules})
+
+
+class Replica:
+    """A second copy of the policy, kept in step by messages alone.
+
+    Args:
+        model: whose target layers follow the trainer's; other parameters must be equal already (they never train).
+        targets: as in `SketchConfig.targets`.
+        run_id, version: what the weights are now; by default version 0 of whichever run sends first.
+    """
+
+    def __init__(self, model: nn.Module, targets: tuple[str, ...], run_id: str | None = None, version: int = 0) -> None:
+        self.weights = Weights(select_targets(model, targets))
+        self.run_id, self.version = run_id, version
+
+    def fingerprint(self) -> str:
+        return self.weights.fingerprint()
+
+    def apply(self, update: SketchUpdate | bytes) -> None:
+        """Merge version n + 1, whole or not at all.
+
+        Raises:
+            SyncError: anything else than the next update of this run, or the result is not the sender's; nothing has changed.
+        """
+        update = SketchUpdate.from_bytes(update) if isinstance(update, (bytes, bytearray, memoryview)) else update
+        self._check_order(update)
+        self._check_tensors({n: (t, (m.out_features, update.projection.rank)) for n, t, m in self._pair(update.factors)}, "factor")
+        self._check_tensors({n: (t, (update.factors[n].shape[1], m.in_features)) for n, t, m in self._pair(update.bases, False)}, "basis")
+        if wrong := [n for n, k in update.widths.items() if k != self.weights.modules[n].in_features]:
+            raise SyncError(f"update {update.version}: widths do not fit {', '.join(wrong[:5])}")
+        self._commit(lambda name: self.weights.merge_(name, update.factors[name], update.basis(name)), update.fingerprint)
+        self.run_id, self.version = update.run_id, update.version
+
+    def resync(self, data: bytes) -> None:
+        """Take over a full copy of the trainer's targets, whatever the state before; heals every refusal.
+
+        Raises:
+            SyncError: the message is damaged or of another model; nothing has changed.
+        """
+        header, tensors = _unpack(data, "full")
+        state = {n[2:]: t for n, t in tensors.items()}
+        self._check_tensors({n: (t, tuple(m.weight.shape)) for n, t, m in self._pair(state)}, "weight")
+        self._commit(lambda name: self.weights.set_(name, state[name]), header["fingerprint"])
+        self.run_id, self.version = header["run_id"], header["version"]
+
+    def _check_order(self, update: SketchUpdate) -> None:
+        if not update.rounded:
+            raise SyncError("an update that was never scaled and rounded: take what LoGRA.apply returns")
+        if self.run_id not in (None, update.run_id):
+            raise SyncError(f"update of run {update.run_id!r}, but this replica follows run {self.run_id!r}")
+        if update.version != self.version + 1:
+            kind = "repeated or out of order" if update.version <= self.version else "an earlier one was dropped"
+            raise SyncError(f"update {update.version} at version {self.version} ({kind}): expected {self.version + 1}, or a full resync")
+
+    def _pair(self, given: dict, all_of_them: bool = True):
+        ours = self.weights.modules
+        unknown, missing = sorted(set(given) - set(ours)), sorted(set(ours) - set(given)) if all_of_them else []
+        if unknown or missing:
+            raise SyncError(f"layers differ: {len(unknown)} unknown here ({', '.join(unknown[:5])}), {len(missing)} missing ({', '.join(missing[:5])})")
+        return [(n, given[n], ours[n]) for n in given]
+
+    @staticmethod
+    def _check_tensors(items: dict, what: str) -> None:
+        shapes = [f"{n}: {list(t.shape)}, expected {list(shape)}" for n, (t, shape) in items.items() if tuple(t.shape) != shape]
+        if shapes:
+            raise SyncError(f"{what} of the wrong shape: " + "; ".join(shapes[:5]))
+        bad = [n for n, (t, _) in items.items() if not t.is_floating_point() or not torch.isfinite(t).all()]
+        if bad:
+            raise SyncError(f"{what} not finite: {', '.join(bad[:5])}")
+
+    @torch.no_grad()
+    def _commit(self, change, fingerprint: str) -> None:
+        """Change every layer; put all bits back on any failure (costs one copy of the target masters meanwhile)."""
+        kept: dict[str, torch.Tensor] = {}
+        try:
+            for name in self.weights.modules:
+                kept[name] = self.weights.master(name).clone()
+                change(name)
+            if fingerprint and (ours := self.fingerprint()) != fingerprint:
+                raise SyncError(f"weights after the update have fingerprint {ours}, the sender's {fingerprint}: the copies had drifted; resync")
+        except BaseException:
+            for name, W_DK in kept.items():
+                self.weights.set_(name, W_DK)
+            raise
+
+
+def _pack(header: dict, tensors: dict[str, torch.Tensor]) -> bytes:
+    tensors = {n: t.detach().cpu().contiguous() for n, t in tensors.items()}
+    header = header | {"digest": _digest(header, tensors)}
+    return save_safetensors(tensors, metadata={"logra": json.dumps(header, sort_keys=True)})
+
+
+def _unpack(data: bytes, kind: str) -> tuple[dict, dict[str, torch.Tensor]]:
+    try:
+        data = bytes(data)
+        tensors = load_safetensors(data)
+        length = int.from_bytes(data[:8], "little")
+        header = json.loads(json.loads(data[8 : 8 + length])["__metadata__"]["logra"])
+        digest = header.pop("digest")
+    except (SafetensorError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise SyncError(f"not a whole LoGRA message ({len(data)} bytes): {error}") from error
+    if header.get("format") != FORMAT or header.get("kind") != kind:
+        raise SyncError(f"message of format {header.get('format')!r} and kind {header.get('kind')!r}: expected format {FORMAT}, kind {kind!r}")
+    if (ours := _digest(header, tensors)) != digest:
+        raise SyncError(f"message digest {digest}, content {ours}: corrupted on the way")
+    return header, tensors
+
+
+def _digest(header: dict, tensors: dict[str, torch.Tensor]) -> str:
+    digest = xxhash.xxh3_128(json.dumps(header, sort_keys=True).encode())
+    for name in sorted(tensors):
+        t = tensors[name]
+        digest.update(f"{name}|{_DTYPES.get(t.dtype, str(t.dtype))}|{list(t.shape)}".encode())
+        digest.update(t.view(torch.uint8).numpy() if t.numel() else b"")
+    return digest.hexdigest()

@@ -1,0 +1,143 @@
+"""One seed recipe: right distribution, the same bits for every shard, device and thread count, other bits for other layers."""
+
+import hashlib
+import subprocess
+import sys
+from statistics import NormalDist
+
+import numpy as np
+import pytest
+import torch
+
+from logra_core import ConfigError, ProjectionSpec, make_projection
+from logra_core.config import DISTRIBUTIONS
+from logra_core.projection import _log, _normal, canonical_name, projection_digest
+
+NAME = "model.layers.3.self_attn.q_proj"
+
+
+def sha(t: torch.Tensor) -> str:
+    return hashlib.sha256(t.contiguous().numpy().tobytes()).hexdigest()
+
+
+# Digests of A written down once: a changed recipe would silently disagree with every recorded run and every older replica.
+KNOWN = {
+    "rademacher": "7ca44a9dd23c7179265620b737a798571d84e71ae50fdc9a9d84236ae88934ae",
+    "gaussian": "82fc92ae39d3601d582746b6f3a2fc1fb8a3c65f4fcde0d23a9069161f809399",
+    "orthonormal": "72349e48f699a364f6b4d6f3472d13263a493b02fe7b3973cd701cd2883f0791",
+}
+
+
+@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
+def test_known_bits(distribution):
+    assert sha(make_projection(ProjectionSpec(7, 3, 16, distribution), NAME, 100)) == KNOWN[distribution]
+
+
+@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
+def test_expectation_of_AtA_is_identity(distribution):
+    """E[AᵀA] = I to within five standard errors of the mean over 400 draws."""
+    rank, width, draws = 8, 24, 400
+    samples = torch.stack([(A := make_projection(ProjectionSpec(0, d, rank, distribution), NAME, width).double()).T @ A for d in range(draws)])
+    error = samples.std(0) / draws**0.5
+    assert ((samples.mean(0) - torch.eye(width)).abs() <= 5 * error + 1e-6).all()  # Rademacher's diagonal has no spread
+
+
+@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
+@pytest.mark.parametrize("width", [1, 7, 64, 65, 576])
+def test_columns_equal_slice_of_whole(distribution, width):
+    spec = ProjectionSpec(1, 0, min(5, width), distribution)
+    whole = make_projection(spec, NAME, width)
+    for start in range(0, width, max(1, width // 5)):
+        for stop in (start, start + 1, start + 9, width):
+            assert torch.equal(make_projection(spec, NAME, width, columns=slice(start, stop)), whole[:, start:stop])
+
+
+def test_layers_draws_and_seeds_differ():
+    made = [make_projection(ProjectionSpec(s, d, 64, "rademacher"), n, 576) for s in (0, 1) for d in (0, 1) for n in ("a.q", "b.q")]
+    for i, A in enumerate(made):
+        for B in made[:i]:
+            correlation = float((A * B).sum() / (A.norm() * B.norm()))
+            assert abs(correlation) < 5 / (64 * 576) ** 0.5  # five standard deviations of independent signs
+
+
+def test_wrapped_names_give_the_same_matrix():
+    wrapped = "module._orig_mod.model.layers.3._checkpoint_wrapped_module.self_attn._fsdp_wrapped_module.q_proj"
+    assert canonical_name(wrapped) == NAME
+    spec = ProjectionSpec(0, 0, 4, "rademacher")
+    assert torch.equal(make_projection(spec, wrapped, 50), make_projection(spec, NAME, 50))
+
+
+@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
+def test_thread_count_does_not_matter(distribution):
+    """Another process with other thread settings draws the same bits, large enough for BLAS to use threads."""
+    code = f"""
+import hashlib, sys, torch
+from logra_core import ProjectionSpec, make_projection
+A = make_projection(ProjectionSpec(5, 2, 96, {distribution!r}), "x.down_proj", 1536)
+print(hashlib.sha256(A.numpy().tobytes()).hexdigest())
+"""
+    import os
+
+    def run(threads):
+        env = os.environ | {f"{n}_NUM_THREADS": str(threads) for n in ("OMP", "MKL", "OPENBLAS")}
+        return subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True).stdout
+
+    assert run(1) == run(2) != ""
+
+
+def test_device_path_unpacks_the_same_bits():
+    """The bit unpacking used off the CPU, run here on CPU tensors, against NumPy's."""
+    packed = np.random.default_rng(0).integers(0, 256, (6, 24), dtype=np.uint8)
+    shifts = torch.arange(8, dtype=torch.uint8)
+    ours = ((torch.from_numpy(packed).unsqueeze(-1) >> shifts) & 1).flatten(1)
+    assert np.array_equal(ours.numpy(), np.unpackbits(packed, axis=1, bitorder="little"))
+
+
+def test_orthonormal_rows():
+    """A Aᵀ = (k/r) I; measured 1.2e-8 at r = k = 576, where fp32 rounding of the entries alone gives about 1e-8."""
+    for rank, width in ((1, 1), (64, 576), (576, 576), (4, 8960)):
+        A = make_projection(ProjectionSpec(0, 0, rank, "orthonormal"), NAME, width).double()
+        assert (A @ A.T * rank / width - torch.eye(rank)).abs().max() < 5e-8
+
+
+def test_normal_quantiles_against_the_standard_library():
+    class Words:
+        def random_raw(self, count):
+            return words
+
+    # centre, tails, and the far tail below 1.4e-11 that random words would hardly reach
+    words = np.concatenate([np.random.default_rng(0).integers(0, 2**64, 2000, dtype=np.uint64), np.uint64(1) << np.arange(11, 64, dtype=np.uint64),
+                            ~(np.uint64(1) << np.arange(11, 64, dtype=np.uint64)), np.array([0, 2**64 - 1], dtype=np.uint64)])  # fmt: skip
+    uniform = ((words >> np.uint64(11)).astype(float) + 0.5) * 2.0**-53
+    expected = [NormalDist().inv_cdf(u) for u in uniform if u < 1]
+    ours = _normal(Words(), len(words))[uniform < 1]
+    assert np.allclose(ours, expected, rtol=4e-15, atol=4e-15)
+    assert np.isfinite(_normal(Words(), len(words))).all()
+    x = np.random.default_rng(1).random(1000) * 0.1 + 1e-18
+    assert np.allclose(_log(x), np.log(x), rtol=1e-15, atol=0)
+
+
+def test_digest_sees_every_layer_and_bit():
+    spec, widths = ProjectionSpec(0, 0, 4, "rademacher"), {"a": 10, "b": 10}
+    digest = projection_digest(spec, widths)
+    assert digest == projection_digest(spec, widths, {"a": make_projection(spec, "a", 10)})
+    flipped = make_projection(spec, "b", 10)
+    flipped[3, 9] *= -1
+    assert digest != projection_digest(spec, widths, {"b": flipped})
+    assert digest != projection_digest(ProjectionSpec(0, 1, 4, "rademacher"), widths)
+
+
+@pytest.mark.parametrize(
+    "bad, word",
+    [
+        (lambda: ProjectionSpec(0, 0, 0, "rademacher"), "rank"),
+        (lambda: ProjectionSpec(-1, 0, 1, "rademacher"), "seed"),
+        (lambda: ProjectionSpec(0, 0, 1, "cauchy"), "cauchy"),
+        (lambda: make_projection(ProjectionSpec(0, 0, 8, "orthonormal"), NAME, 7), "rank"),
+        (lambda: make_projection(ProjectionSpec(0, 0, 8, "gaussian"), NAME, 0), "width"),
+        (lambda: make_projection(ProjectionSpec(0, 0, 8, "gaussian"), NAME, 9, columns=slice(0, 9, 2)), "columns"),
+    ],
+)
+def test_bad_input_is_named(bad, word):
+    with pytest.raises(ConfigError, match=word):
+        bad()

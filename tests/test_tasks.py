@@ -1,0 +1,234 @@
+"""Tasks: drawing, splitting, settings, reasoning-gym grading and math data. Math answers are tested in test_answers.py.
+
+The numbers in the test names are those of the reported faults of other projects that each check guards against.
+"""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+from logra_core import tasks  # noqa: E402
+from logra_core.answers import final_answer, number  # noqa: E402
+from logra_core.config import ConfigError, TaskConfig  # noqa: E402
+from logra_core.tasks import Problem, make_task, messages  # noqa: E402
+
+ROOT = Path(__file__).resolve().parent.parent
+TWO_TERMS = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2}
+
+
+def problem(answer, **meta):
+    return Problem("q", answer, "u", meta)
+
+
+def write_rows(path, rows):
+    path.write_text("".join(json.dumps(r) + "\n" for r in rows))
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def chain():
+    task = make_task(TaskConfig(name="chain_sum", options=TWO_TERMS))
+    yield task
+    task.close()
+
+
+# ---------------------------------------------------------------- drawing and splitting
+
+
+def test_train_is_a_function_of_seeds_and_update(chain):
+    again = make_task(TaskConfig(name="chain_sum", options=TWO_TERMS))
+    assert [chain.train(u, 8, 1) for u in (5, 2)] == [again.train(u, 8, 1) for u in (5, 2)]
+    draws = [chain.train(2, 8, 1), chain.train(3, 8, 1), chain.train(2, 8, 2)]
+    draws.append(make_task(TaskConfig(name="chain_sum", options=TWO_TERMS, seed=1)).train(2, 8, 1))
+    prompts = [tuple(p.prompt for p in d) for d in draws]
+    assert len(set(prompts)) == 4
+
+
+def test_train_is_the_same_in_another_process(chain):
+    code = f"""
+from logra_core.config import TaskConfig; from logra_core.tasks import make_task
+print([p.prompt for p in make_task(TaskConfig(name="chain_sum", options={TWO_TERMS!r})).train(7, 5, 3)])"""
+    env = dict(os.environ, PYTHONHASHSEED="77", PYTHONPATH=str(ROOT))
+    out = subprocess.run([sys.executable, "-c", code], env=env, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert out.strip() == str([p.prompt for p in chain.train(7, 5, 3)])
+
+
+def test_heldout_is_fixed_and_never_trained_on(chain):
+    held = chain.heldout(500)
+    assert chain.heldout(128) == held[:128] == make_task(TaskConfig(options=TWO_TERMS, seed=9)).heldout(128)
+    assert len({p.prompt for p in held[:128]}) > 80
+    trained = [p for u in range(400) for p in chain.train(u, 48, 0)]
+    assert len({p.prompt for p in trained}) > 5000  # a good part of all that there are
+    assert not {p.prompt for p in trained} & {p.prompt for p in chain.heldout(2000)}
+    one_digit = [sum(p.meta["entry"]["metadata"]["num_digits"] == 1 for p in ps) / len(ps) for ps in (held, trained)]
+    assert abs(one_digit[0] - one_digit[1]) < 0.1, f"held-out problems must be as hard as those trained on: {one_digit}"
+
+
+def test_no_question_left_is_an_error(monkeypatch):
+    task = make_task(TaskConfig(options={"min_terms": 1, "max_terms": 1, "min_digits": 1, "max_digits": 1}))  # ten questions
+    monkeypatch.setattr(tasks, "HELDOUT_SHARE", 10**9)
+    with pytest.raises(ConfigError, match="too few questions"):
+        task.heldout(1)
+
+
+def test_mixture_takes_equal_shares_and_grades_each_by_its_own_rule():
+    task = make_task(TaskConfig(name="gcd+caesar_cipher+chain_sum", options={"chain_sum": TWO_TERMS}))
+    problems = task.train(1, 10, 0)
+    assert sorted(sum(p.meta["dataset"] == n for p in problems) for n in task.parts) == [3, 3, 4]
+    assert all(g.correct for g in task.grade([p.answer for p in problems], problems))
+    assert not any(g.correct for g in task.grade([p.answer + "1" for p in problems], problems))
+
+
+@pytest.mark.parametrize(
+    "fields, message",
+    [
+        ({"name": "chain_sun"}, "close matches: chain_sum"),
+        ({"name": "gcd+mth"}, "'mth'"),
+        ({"name": "gcd+gcd"}, "twice"),
+        ({"name": "math+gcd"}, "no task 'math'"),
+        ({"options": {"terms": 2}}, "no option terms; allowed: .*max_terms"),
+        ({"options": {"seed": 2}}, "no option seed"),
+        ({"options": {"min_terms": 5, "max_terms": 2}}, "refuses"),
+        ({"name": "gcd+lcm", "options": {"min_numbers": 2}}, "mixture takes"),
+        ({"name": "boxnet"}, "oracle answer"),  # gives none: nothing to check its scorer with
+        ({"name": "math", "train_data": "nowhere/at_all"}, "train_data = 'nowhere/at_all'"),
+        ({"name": "math", "options": {"a": 1}}, "no options"),
+    ],
+)
+def test_bad_settings_are_refused_at_load(fields, message):
+    with pytest.raises(ConfigError, match=message):
+        make_task(TaskConfig(**fields))
+
+
+def test_hash_dependent_datasets_are_refused_unless_hashing_is_fixed():
+    code = "from logra_core.config import TaskConfig; from logra_core.tasks import make_task; make_task(TaskConfig(name='ransom_note'))"
+    env = dict(os.environ, PYTHONPATH=str(ROOT))
+    random_, fixed = (
+        subprocess.run([sys.executable, "-c", code], env={**env, "PYTHONHASHSEED": seed}, cwd=ROOT, capture_output=True, text=True)
+        for seed in ("random", "0")
+    )
+    assert fixed.returncode == 0 and "PYTHONHASHSEED" in random_.stderr
+
+
+def test_oracle_self_test_finds_a_scorer_that_refuses_its_own_answers(monkeypatch):
+    from reasoning_gym.arithmetic.gcd import GCDDataset
+
+    real = GCDDataset.__getitem__
+    monkeypatch.setattr(GCDDataset, "__getitem__", lambda self, i: {**real(self, i), "answer": "<answer>"})
+    with pytest.raises(ConfigError, match="oracle answers of gcd are not graded correct"):
+        make_task(TaskConfig(name="gcd"))
+
+
+def test_messages_and_instruction():
+    task = make_task(TaskConfig(system_prompt="Be brief.", instruction="Answer with a number only.", options=TWO_TERMS))
+    p = task.train(0, 1, 0)[0]
+    assert p.prompt.endswith("=\nAnswer with a number only.")
+    assert messages(p) == [{"role": "system", "content": "Be brief."}, {"role": "user", "content": p.prompt}]
+    assert messages(make_task(TaskConfig()).train(0, 1, 0)[0])[0]["role"] == "user"
+
+
+def test_as_many_responses_as_problems(chain):
+    with pytest.raises(ValueError, match="2 responses for 1 problems"):
+        chain.grade(["1", "2"], chain.heldout(1))
+
+
+# ---------------------------------------------------------------- reasoning-gym answers
+
+
+@pytest.mark.parametrize(
+    "response, status",
+    [
+        ("19", "correct"),
+        (" 19.\n", "correct"),
+        ("$19$", "correct"),
+        (r"\boxed{19}", "correct"),
+        ("**19**", "correct"),
+        ("19.0", "correct"),
+        ("+019", "correct"),
+        ("12 + 7 = 19", "correct"),
+        ("12 + 7 = **19**.", "correct"),
+        ("The final answer is: **19**", "correct"),
+        ("The answer to this problem is 19.", "correct"),
+        ("<answer>19</answer>", "correct"),
+        ("thus <answer> 12 + 7 = 19 </answer> done", "correct"),
+        ("<think>18?</think>19", "correct"),
+        ("-19", "wrong"),
+        ("190", "wrong"),
+        ("1 9", "wrong"),
+        ("1_9", "wrong"),
+        ("17 18 19", "wrong"),  # no number is searched for in lists of guesses ...
+        ("19 is the answer", "wrong"),  # ... nor in prose
+        ("The answer is 18 or 19", "wrong"),
+        ("The answer is 19. Or is it 20?", "wrong"),
+        ("This 19", "wrong"),
+        ("18, 19", "wrong"),
+        ("12 + 7 = 18, or = 19, or = 20", "wrong"),
+        ("12 + 7 = 18 or 19", "wrong"),
+        ("19 = 12 + 7", "wrong"),
+        ("<answer>19</answer><answer>20</answer>", "wrong"),
+        ("<answer></answer>", "no_answer"),
+        ("", "no_answer"),
+        ("<answer>19", "no_answer"),
+        ("<think>so <answer>19</answer>", "no_answer"),
+    ],
+)
+def test_number_answers_strict_and_fair(chain, response, status):
+    assert chain.grade([response], [problem("19", dataset="chain_sum")])[0].status == status
+
+
+def test_fault_13_partial_credit_never_pays():
+    task = make_task(TaskConfig(name="gcd+lcm"))
+    gold = [problem(a, dataset=d) for a, d in (("2", "gcd"), ("2", "gcd"), ("858", "lcm"), ("2", "gcd"), ("2", "gcd"))]
+    assert [g.status for g in task.grade(["12", "1 2 3", "1858", " 2", "2"], gold)] == ["wrong"] * 3 + ["correct"] * 2
+    text = make_task(TaskConfig(name="caesar_cipher"))
+    p = text.train(0, 1, 0)[0]
+    assert [g.correct for g in text.grade([p.answer + " X", p.answer.lower(), f" {p.answer}\n"], [p] * 3)] == [False, False, True]
+
+
+def test_fault_14_scorers_that_raise_are_counted_and_the_rest_goes_on():
+    task = make_task(TaskConfig(name="prime_factorization+game_of_life+puzzle24"))
+    a, b, c = task.train(0, 3, 0)
+    grades = task.grade(["garbage", "{}", "(((", a.answer, b.answer, c.answer], [a, b, c, a, b, c])
+    assert [g.status for g in grades[:2]] == ["grader_error"] * 2 and not grades[2].correct
+    assert all(g.correct for g in grades[3:])
+    task.close()
+
+
+def test_fault_16_last_complete_tag_wins(chain):
+    assert chain.grade(["<answer>-4</answer>"], [problem("-4", dataset="chain_sum")])[0].correct
+    assert final_answer("<answer>5") is None
+    assert final_answer("<answer>a<answer>5</answer>") == "5"
+    assert final_answer("<answer>1</answer> no: <answer>\n2\n</answer> <answer>3") == "2"
+    assert number("1,234.50") == number("1234.5") and number("1,23") is None and number("9" * 5000) is None
+
+
+# ---------------------------------------------------------------- math data
+
+
+def test_dapo_columns_one_row_per_prompt_conflicts_dropped(tmp_path):
+    import datasets
+
+    before = "Solve the following math problem step by step. The last line of your response should be of the form Answer: $Answer "
+    before += "(without quotes) where $Answer is the answer to the problem.\n\n"
+    after = '\n\nRemember to put your answer on its own line after "Answer:".'
+
+    def row(question, gold):
+        return {"prompt": [{"role": "user", "content": before + question + after}], "reward_model": {"ground_truth": gold, "style": "rule"}}
+
+    rows = [row(f"What is ${i} \\cdot 2$?", str(2 * i)) for i in range(30)] * 4 + [row("Odd one", "1"), row("Odd one", "2")]
+    datasets.Dataset.from_list(rows).to_parquet(str(tmp_path / "train.parquet"))
+    held = write_rows(tmp_path / "held.jsonl", [{"problem": "What is $3 \\cdot 2$?", "answer": "6"}])
+    task = make_task(TaskConfig(name="math", train_data=str(tmp_path / "train.parquet"), eval_data=held))
+    counts = {k: task.counts["train_" + k] for k in ("rows", "duplicates", "gold_conflicts", "kept")}
+    assert counts == {"rows": 122, "duplicates": 91, "gold_conflicts": 1, "kept": 29} and task.counts["train_in_eval"] == 1
+    epoch = [p for u in range(3) for p in task.train(u, 10, 0)][:29]
+    assert len({p.uid for p in epoch}) == 29  # each once before any comes again
+    assert all(re.fullmatch(r"What is \$\d+ \\cdot 2\$\?", p.prompt) for p in epoch)
+    assert task.train(1, 10, 0) == epoch[10:20] and task.train(1, 10, 1) != epoch[10:20]

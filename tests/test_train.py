@@ -1,0 +1,351 @@
+"""train.py: the loop on a tiny policy, row by row; learning; refusals; settings from files."""
+
+import dataclasses
+import json
+import math
+
+import pytest
+import torch
+from tiny import tiny_policy
+
+from logra_core import checkpoint
+from logra_core.config import ConfigError, SamplingConfig, TrainConfig, from_dict
+from logra_core.configfile import load_config
+from logra_core.methods import dense_lr
+from logra_core.optim import NonFiniteError
+from logra_core.rollout import shared_prefix
+from logra_core.runlog import read_log
+from logra_core.sync import SyncError
+from logra_core.tasks import Grade
+from logra_core.train import Trainer, derive_seed, main
+
+INEXACT = ("seconds", "elapsed", "peak_rss_mib")
+
+
+@pytest.fixture(scope="session")
+def policy(tmp_path_factory):
+    return tiny_policy(tmp_path_factory.mktemp("policy"))
+
+
+def settings(policy, out, **changes) -> TrainConfig:
+    values = {
+        "model": str(policy), "out": str(out), "updates": 4, "eval_problems": 6, "eval_samples": 2, "eval_every": 2, "checkpoint_every": 2,
+        "threads": 1, "exact_kl_every": 1, "sampling": {"max_tokens": 6}, "eval_sampling": {"max_tokens": 6, "temperature": 0.7, "top_p": 0.7},
+        "task": {"name": "chain_sum", "options": {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2}},
+        "sketch": {"rank": 8}, "optim": {"update_ratio": 1e-2}, "kl": {"schedule": "constant", "budget": 5e-3},
+        "ppo": {"prompts_per_update": 10, "microbatch": 4}, "dense": {"lr": 1e-3, "warmup": 0},
+    }  # fmt: skip
+    for key, value in changes.items():
+        values[key] = values[key] | value if isinstance(value, dict) and key in values else value
+    return from_dict(TrainConfig, values)
+
+
+def exact(row: dict) -> dict:
+    return {k: v for k, v in row.items() if k not in INEXACT}
+
+
+def first_digit(trainer: Trainer) -> None:
+    """A reward that a tiny policy can learn: the response begins with a digit."""
+    trainer.task.grade = lambda texts, problems: [Grade(t[:1].isdigit(), "correct" if t[:1].isdigit() else "wrong") for t in texts]
+
+
+def run(cfg, prepare=lambda trainer: None):
+    trainer = Trainer(cfg)
+    prepare(trainer)
+    return trainer, trainer.run(), *read_log(f"{cfg.out}/log.jsonl")
+
+
+def test_rows_say_what_happened(policy, tmp_path):
+    cfg = settings(policy, tmp_path)
+    trainer, end, header, rows = run(cfg, first_digit)
+    assert header["config"]["sketch"]["rank"] == 8 and header["seed"] == 0 and "torch" in header["versions"] and header["trained_layers"] == 21
+    assert [(r["kind"], r["update"]) for r in rows] == [
+        ("eval", 0), ("update", 1), ("update", 2), ("eval", 2), ("update", 3), ("update", 4), ("eval", 4), ("end", 4),
+    ]  # fmt: skip
+    updates, evals = [r for r in rows if r["kind"] == "update"], [r for r in rows if r["kind"] == "eval"]
+    baseline = 0.0
+    for r in updates:
+        rate = r["grades"].get("correct", 0) / 10
+        assert r["reward_rate"] == pytest.approx(rate)
+        assert r["baseline"] == pytest.approx(baseline, abs=1e-7)
+        mean = rate - 0.01 * (1 - rate)
+        assert r["advantage"] == pytest.approx(mean - baseline, abs=1e-6)
+        baseline += 0.1 * (mean - baseline)
+        assert r["tokens"] == round(r["response_length"] * 10) and 0 <= r["finish_share"] <= 1
+        assert r["predicted_kl"] == pytest.approx(r["alpha"] ** 2 * r["q"]) and r["predicted_kl"] <= r["effective_budget"] * 1.000001
+        assert r["exact_kl"] == pytest.approx(r["predicted_kl"], rel=0.3)
+        assert abs(r["tis_mean"] - 1) < 1e-4 and r["tis_capped"] == 0 and r["mismatch"] < 1e-4
+        assert r["grad_norm"] > 0 and r["version"] == r["update"]
+        assert 0 < r["payload_bytes"] < r["full_weights_bytes"] == 4 * header["trained_weights"]
+        assert {"rollout", "grade", "forward_backward", "probe", "update", "sync", "total"} <= set(r["seconds"]) and r["peak_rss_mib"] > 0
+    assert "checkpoint" in updates[2]["seconds"] and "checkpoint" not in updates[1]["seconds"]
+    for r in evals:
+        assert r["problems"] == 6 and r["samples"] == 2 and set(r["pass_at"]) == {"1", "2"}
+        assert r["pass_at"]["1"] == pytest.approx(r["grades"].get("correct", 0) / 12) and r["pass_at"]["1"] <= r["pass_at"]["2"]
+        assert len(r["examples"]) == 3
+    assert end["fingerprint"] == trainer.method.weights.fingerprint() and end["pass_at_after"] == evals[-1]["pass_at"]
+
+
+@pytest.mark.parametrize("method", ["logra", "dense"])
+def test_the_same_settings_give_the_same_bits_and_another_seed_others(policy, tmp_path, method):
+    results = []
+    for name, seed in (("a", 0), ("b", 0), ("c", 1)):
+        torch.manual_seed(hash(name) % 1000)  # the global state must not matter
+        _, end, _, rows = run(settings(policy, tmp_path / name, method=method, seed=seed), first_digit)
+        results.append((end["fingerprint"], [exact(r) for r in rows]))
+    assert results[0] == results[1]
+    assert results[0][0] != results[2][0]
+
+
+@pytest.mark.parametrize("method", ["logra", "dense"])
+def test_it_learns(policy, tmp_path, method):
+    changes = {"updates": 20, "eval_every": 0, "exact_kl_every": 0, "eval_problems": 64, "eval_samples": 1, "checkpoint_every": 100}
+    changes |= {"ppo": {"prompts_per_update": 32, "microbatch": 16}, "kl": {"budget": 3e-2}, "sampling": {"max_tokens": 3}}
+    changes |= {"eval_sampling": {"max_tokens": 3, "temperature": 1.0, "top_p": 1.0}, "dense": {"lr": 3e-3}}
+    _, end, _, rows = run(settings(policy, tmp_path, method=method, **changes), first_digit)
+    assert end["pass_at_before"]["1"] < 0.35
+    assert end["pass_at_after"]["1"] > end["pass_at_before"]["1"] + 0.3
+
+
+def gradient(trainer: Trainer):
+    """(loss, sketches) of update 1, without taking it."""
+    cfg = trainer.cfg
+    problems = trainer.task.train(0, cfg.ppo.prompts_per_update, cfg.seed)
+    rollouts = trainer._generate(problems, cfg.sampling, derive_seed(cfg.seed, 1, "rollout"))
+    advantages = torch.linspace(-1, 1, len(rollouts))
+    stats = trainer._backward(1, rollouts, advantages)
+    return rollouts, advantages, stats, {n: t.sketch.grad for n, t in trainer.method.optimizer.targets.items()}
+
+
+def test_loss_is_the_formula_and_microbatches_do_not_matter(policy, tmp_path):
+    seen = {}
+    for size in (1, 3, 10):
+        trainer = Trainer(settings(policy, tmp_path / str(size), ppo={"microbatch": size}))
+        rollouts, advantages, stats, sketches = gradient(trainer)
+        total = 0.0
+        for i in range(len(rollouts)):  # float64, one response at a time
+            ids = torch.cat([rollouts.prompt_ids[i], rollouts.response_ids[i]])
+            with torch.no_grad():
+                logp = trainer.model(ids[None]).logits[0].double().log_softmax(-1)
+            start = len(rollouts.prompt_ids[i])
+            for t, token in enumerate(rollouts.response_ids[i].tolist()):
+                weight = min(math.exp(float(logp[start + t - 1, token]) - float(rollouts.logprobs[i][t])), 2.0)
+                total -= weight * float(advantages[i])
+        assert stats["loss"] == pytest.approx(total / rollouts.tokens, abs=1e-5)
+        seen[size] = sketches
+        trainer.close()
+    for size in (1, 3):
+        for name, S in seen[10].items():
+            assert float((seen[size][name] - S).norm() / S.norm()) < 1e-5
+    assert all(float(S.norm()) > 0 for S in seen[10].values())
+
+
+def test_activation_checkpointing_changes_nothing_but_memory(policy, tmp_path):
+    plain, kept = Trainer(settings(policy, tmp_path / "a")), Trainer(settings(policy, tmp_path / "b", gradient_checkpointing=True))
+    assert kept.model.is_gradient_checkpointing and kept.model.training
+    (rollouts, _, first, sketches), (_, _, second, again) = gradient(plain), gradient(kept)
+    assert shared_prefix(rollouts.prompt_ids) >= 10  # computed once where there is a cache, row by row where there is none
+    assert first["loss"] == pytest.approx(second["loss"], abs=1e-6)
+    for S, T in zip(sketches.values(), again.values()):
+        assert float((S - T).norm() / S.norm()) < 1e-5
+    assert kept.run()["update"] == 4
+
+
+@pytest.mark.parametrize("method", ["logra", "dense"])
+@pytest.mark.parametrize("where", ["gradient", "loss"])
+def test_a_bad_number_stops_the_run_with_nothing_changed(policy, tmp_path, method, where):
+    trainer = Trainer(settings(policy, tmp_path, method=method, updates=3, checkpoint_every=100))
+    backward, seen = trainer._backward, {}
+
+    def spoiled(update, rollouts, advantages):
+        if update < 2:
+            return backward(update, rollouts, advantages)
+        seen.update(weights=trainer.method.weights.fingerprint(), baseline=trainer.baseline.value, state=json.dumps(str(trainer.method.state_dict())))
+        if where == "loss":
+            return backward(update, rollouts, advantages * float("inf"))
+        stats = backward(update, rollouts, advantages)
+        weight = trainer.model.model.layers[1].mlp.up_proj
+        (weight.logra_sketch if method == "logra" else weight.weight).grad[0, 0] = float("nan")
+        return stats
+
+    trainer._backward = spoiled
+    with pytest.raises(NonFiniteError, match="update 2 was not taken: " + ("loss of microbatch 0" if where == "loss" else ".*layers.1.mlp.up_proj")):
+        trainer.run()
+    assert trainer.method.version == 1 and trainer.engine.version == 1
+    assert trainer.method.weights.fingerprint() == seen["weights"] == trainer.engine.fingerprint()
+    assert trainer.baseline.value == seen["baseline"] and json.dumps(str(trainer.method.state_dict())) == seen["state"]
+    assert trainer.method.grad_norm() == 0
+
+
+@pytest.mark.parametrize("method", ["logra", "dense"])
+def test_an_engine_out_of_step_is_never_sampled_from(policy, tmp_path, method):
+    trainer = Trainer(settings(policy, tmp_path, method=method))
+    update = trainer._update
+
+    def meddled(number):
+        row = update(number)
+        if number == 1:
+            with torch.no_grad():
+                trainer.engine.model.model.layers[0].self_attn.q_proj.weight[0, 0] += 1e-6
+        return row
+
+    trainer._update = meddled
+    with pytest.raises(SyncError, match="before a rollout at version 1"):
+        trainer.run()
+
+
+def test_a_lost_update_is_noticed(policy, tmp_path):
+    trainer = Trainer(settings(policy, tmp_path))
+    trainer.engine.sync = lambda data: None
+    with pytest.raises(SyncError, match="before a rollout at version 1"):
+        trainer.run()
+
+
+def test_rollouts_come_from_the_current_version(policy, tmp_path):
+    trainer, versions = Trainer(settings(policy, tmp_path)), []
+    generate = trainer._generate
+
+    def watched(*arguments):
+        made = generate(*arguments)
+        versions.append(made.version)
+        return made
+
+    trainer._generate = watched
+    trainer.run()
+    assert versions == [0, 0, 1, 2, 2, 3, 4]
+
+
+def test_resume_refuses_other_settings_by_name_and_accepts_more_updates(policy, tmp_path):
+    cfg = settings(policy, tmp_path)
+    _, end, _, rows = run(cfg)
+    for change, name in (({"seed": 1}, "seed"), ({"kl": {"budget": 6e-3}}, r"kl\.budget \(saved 0\.005, now 0\.006\)"), ({"eval_samples": 1}, "eval_samples")):
+        with pytest.raises(ConfigError, match=name):
+            Trainer(settings(policy, tmp_path, **change)).run()
+    assert read_log(tmp_path / "log.jsonl")[1] == rows
+    assert Trainer(cfg).run() == end  # finished: nothing to do, nothing written
+    assert read_log(tmp_path / "log.jsonl")[1] == rows
+    _, longer, _, more = run(dataclasses.replace(cfg, updates=6, eval_every=3, checkpoint_every=1))
+    _, whole, _, all_rows = run(settings(policy, tmp_path / "whole", updates=6, eval_every=2, checkpoint_every=2))
+    assert longer["fingerprint"] == whole["fingerprint"] != end["fingerprint"]
+    kept = [exact(r) for r in more if r["kind"] == "update"]
+    assert kept == [exact(r) for r in all_rows if r["kind"] == "update"]
+    with pytest.raises(ConfigError, match="updates = 2"):
+        Trainer(dataclasses.replace(cfg, updates=2)).run()
+
+
+def test_a_checkpoint_of_another_model_or_a_damaged_one_is_refused(policy, tmp_path):
+    other = tiny_policy(tmp_path / "other", seed=1)
+    cfg = settings(policy, tmp_path / "run", updates=2)
+    run(cfg)
+    moved = settings(other, tmp_path / "moved", updates=2)
+    run(moved)
+    tiny_policy(other, seed=2)  # the same path now holds another model
+    with pytest.raises(checkpoint.CheckpointError, match="another model"):
+        Trainer(dataclasses.replace(moved, updates=3)).run()
+    file = tmp_path / "run" / "checkpoint" / "000002" / "weights.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-5] ^= 1
+    file.write_bytes(data)
+    with pytest.raises(checkpoint.CheckpointError, match="damaged"):
+        Trainer(dataclasses.replace(cfg, updates=3)).run()
+    file.write_bytes(data[:-100])
+    with pytest.raises(checkpoint.CheckpointError, match="cannot be read"):
+        Trainer(dataclasses.replace(cfg, updates=3)).run()
+
+
+def test_a_finished_log_without_checkpoint_is_not_overwritten(policy, tmp_path):
+    cfg = settings(policy, tmp_path, updates=1, checkpoint_every=1)
+    run(cfg)
+    before = (tmp_path / "log.jsonl").read_bytes()
+    for path in (tmp_path / "checkpoint").glob("*/*"):
+        path.unlink()
+    for path in (tmp_path / "checkpoint").iterdir():
+        path.rmdir()
+    with pytest.raises(ConfigError, match="finished run"):
+        Trainer(cfg).run()
+    assert (tmp_path / "log.jsonl").read_bytes() == before
+
+
+def test_checkpoints_are_swept_and_only_the_newest_stays(tmp_path):
+    state = {"config": "{}"}
+    for update in (1, 2, 3):
+        checkpoint.save(tmp_path, update, {"w": torch.full((2,), float(update))}, state)
+    (tmp_path / ".tmp-000004").mkdir()
+    (tmp_path / ".tmp-000004" / "state.pt").write_bytes(b"half")
+    assert [p.name for p in tmp_path.iterdir() if not p.name.startswith(".")] == ["000003"]
+    assert checkpoint.latest(tmp_path).name == "000003"
+    checkpoint.sweep(tmp_path)
+    assert not list(tmp_path.glob(".tmp*"))
+    weights, saved = checkpoint.load(checkpoint.latest(tmp_path))
+    assert weights["w"].tolist() == [3.0, 3.0] and saved["update"] == 3
+    checkpoint.save(tmp_path, 3, {"w": torch.zeros(1)}, state)  # the same update again
+    assert checkpoint.load(tmp_path / "000003")[0]["w"].tolist() == [0.0]
+
+
+def test_dense_schedule():
+    cfg = TrainConfig().dense
+    lrs = [dense_lr(cfg, u) for u in range(1, 400)]
+    assert lrs[:9] == pytest.approx([1e-6 * u / 9 for u in range(1, 10)])
+    assert lrs[299] == pytest.approx(1e-7) == pytest.approx(lrs[398])
+    middle = 9 + (300 - 9) / 2
+    assert dense_lr(cfg, round(middle)) == pytest.approx(1e-6 * (0.1 + 0.9 * 0.5), rel=0.02)
+    assert all(a >= b for a, b in zip(lrs[8:], lrs[9:]))
+
+
+def test_seeds_differ_by_every_part():
+    made = {derive_seed(s, u, p) for s in range(20) for u in range(20) for p in ("rollout", "probe", "eval")}
+    assert len(made) == 20 * 20 * 3 and all(0 <= v < 2**63 for v in made)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"sampling": {"temperature": 0.0}}, "temperature > 0 and top_p 1"),
+        ({"sampling": {"top_p": 0.9}}, "temperature > 0 and top_p 1"),
+        ({"sampling": {"temperature": 0.6}}, "kl.temperature = 1.0, sampling.temperature = 0.6"),
+        ({"sketch": {"targets": ["nothing"]}}, "matches no module"),
+        ({"task": {"name": "chain_sums"}}, "chain_sum"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused_at_construction(policy, tmp_path, change, message):
+    with pytest.raises(ConfigError, match=message):
+        Trainer(settings(policy, tmp_path, **change))
+    assert not (tmp_path / "log.jsonl").exists()
+
+
+def test_temperature_is_the_same_on_both_sides(policy, tmp_path):
+    _, _, _, rows = run(settings(policy, tmp_path, updates=1, sampling={"temperature": 0.6}, kl={"temperature": 0.6}))
+    row = next(r for r in rows if r["kind"] == "update")
+    assert abs(row["tis_mean"] - 1) < 1e-4 and abs(row["tis_max"] - 1) < 1e-3
+
+
+def test_load_config_merges_files_defaults_and_arguments(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text("updates: 7\noptim: {update_ratio: 1e-4}\ntask: {options: {min_terms: 2}}\neval_sampling: {max_tokens: 16}\n")
+    cfg = load_config(path, ["optim.beta2=0.9", "task.options.max_terms=2", "kl.budget=5e-3", "sketch.targets=[q_proj]", "out=x/y", "ppo.clip=.1"])
+    assert cfg.updates == 7 and cfg.optim.update_ratio == 1e-4 and cfg.optim.beta2 == 0.9 and cfg.kl.budget == 5e-3 and cfg.ppo.clip == 0.1
+    assert cfg.task.options == {"min_terms": 2, "max_terms": 2} and cfg.sketch.targets == ("q_proj",) and cfg.out == "x/y"
+    assert cfg.eval_sampling == SamplingConfig(16, 0.7, 0.7)  # the run's defaults, not those of the class
+    as_json = tmp_path / "run.json"
+    as_json.write_text(json.dumps({"updates": 7, "optim": {"update_ratio": 1e-4}}))
+    assert load_config(as_json).optim == load_config(path).optim
+    for arguments, message in (
+        (["updatez=3"], "no field updatez"), (["optim.lr=3"], "no field lr"), (["updates"], "dotted.key=value"), (["updates.x=1"], "has no fields"),
+        (["updates=many"], "expected int"), (["kl.budget=-1"], "KLConfig.budget = -1"),
+    ):  # fmt: skip
+        with pytest.raises(ConfigError, match=message):
+            load_config(path, arguments)
+    with pytest.raises(ConfigError, match="does not exist"):
+        load_config(tmp_path / "none.yaml")
+    with pytest.raises(ConfigError, match="allowed are"):
+        load_config(tmp_path / "run.toml")
+
+
+def test_command_line(policy, tmp_path, capsys):
+    path = tmp_path / "run.json"
+    path.write_text(json.dumps(dataclasses.asdict(settings(policy, tmp_path / "out"))))
+    assert main([str(path), "updates=1", "checkpoint_every=1"]) == 0
+    assert "after 1 updates" in capsys.readouterr().out
+    assert main([str(path), "updates=1", "seed=5"]) == 2
+    assert "seed (saved 0, now 5)" in capsys.readouterr().err
+    assert main([]) == 2
