@@ -7,13 +7,17 @@ moment leaves the previous checkpoint or the new one, and remains of the tempora
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
+import xxhash
 from safetensors.torch import load_file, save_file
+
+from .sync import Weights
 
 FORMAT = 1
 TEMPORARY = ".tmp-"
@@ -22,6 +26,29 @@ FREE = ("updates", "out", "eval_every", "checkpoint_every", "exact_kl_every")  #
 
 class CheckpointError(RuntimeError):
     """A checkpoint that does not fit this run, or is damaged."""
+
+
+def lock(out: Path) -> IO:
+    """Make the run's folder and hold it for this process; `CheckpointError` if another one trains there. A killed process lets go."""
+    out.mkdir(parents=True, exist_ok=True)
+    held = open(out / ".lock", "w")
+    try:
+        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        held.close()
+        raise CheckpointError(f"{out} is in use by another process") from error
+    return held
+
+
+def frozen_digest(model: torch.nn.Module, weights: Weights) -> str:
+    """Digest of everything in the model that does not train: names and bits."""
+    trained = {m.weight.data_ptr() for m in weights.modules.values()}
+    digest = xxhash.xxh3_128()
+    for name, value in sorted(model.state_dict().items()):
+        if value.data_ptr() not in trained:
+            digest.update(name.encode())
+            digest.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
+    return digest.hexdigest()
 
 
 def save(folder: Path, update: int, weights: dict[str, torch.Tensor], state: dict[str, Any]) -> Path:

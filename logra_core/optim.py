@@ -18,6 +18,7 @@ from .sketch import attach, detach
 from .sync import SketchUpdate, Weights
 
 TINY = torch.finfo(torch.float32).tiny
+LARGEST = 1e18  # of a sketch or factor entry: squares and products with A stay finite in fp32
 _DTYPE = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
@@ -214,5 +215,5 @@ class LoGRA(torch.optim.Optimizer):
     @staticmethod
     def _finite(tensors: dict[str, torch.Tensor], what: str) -> None:
         norms = torch.stack(torch._foreach_norm(list(tensors.values()), float("inf"))).tolist()
-        if bad := [n for n, norm in zip(tensors, norms, strict=True) if not math.isfinite(norm)]:
-            raise NonFiniteError(f"{what} of {', '.join(bad[:5])} holds NaN or infinity: nothing was changed")
+        if bad := [n for n, norm in zip(tensors, norms, strict=True) if not norm <= LARGEST]:
+            raise NonFiniteError(f"{what} of {', '.join(bad[:5])} holds NaN, infinity or a value above {LARGEST:g}: nothing was changed")

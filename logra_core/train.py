@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any, Iterator
 
 import torch
-import xxhash
 from tqdm.auto import tqdm
 
 from . import checkpoint
@@ -69,7 +68,7 @@ class Trainer:
         self._late: Counter[str] = Counter()  # seconds spent after an update's row was written (its checkpoint); shown in the next row
         self._before = 0.0  # seconds of earlier processes of this run
         self._rows = 0
-        self.log: RunLog | None = None
+        self.log = self._lock = None
 
     # ------------------------------------------------------------------ run and resume
 
@@ -78,8 +77,8 @@ class Trainer:
         cfg = self.cfg
         try:
             done = self._start()
-            if done == cfg.updates and (ended := read_log(self.out / "log.jsonl")[1][-1])["kind"] == "end":
-                return ended
+            if done == cfg.updates and (rows := read_log(self.out / "log.jsonl")[1]) and rows[-1]["kind"] == "end":
+                return rows[-1]
             self._clock = time.perf_counter()
             bar = tqdm(total=cfg.updates, initial=done, desc=f"{cfg.method} {cfg.task.name}", unit="update")
             if done == 0:
@@ -101,13 +100,14 @@ class Trainer:
         """Release the engine, the graders and the log."""
         self.engine.close()
         self.task.close()
-        if self.log is not None:
-            self.log.close()
+        for held in (self.log, self._lock):
+            if held is not None:
+                held.close()
 
     def _start(self) -> int:
         """Open the log, restore the newest checkpoint if there is one, bring the engine into step. Returns the updates already done."""
         log, folder = self.out / "log.jsonl", self.out / "checkpoint"
-        self.out.mkdir(parents=True, exist_ok=True)
+        self._lock = checkpoint.lock(self.out)
         checkpoint.sweep(folder)
         found, done = checkpoint.latest(folder), 0
         if found is not None:
@@ -141,7 +141,7 @@ class Trainer:
         weights, state = checkpoint.load(path)
         if differ := checkpoint.differing_fields(json.loads(state["config"]), _json(to_dict(self.cfg))):
             raise ConfigError(f"cannot resume {path} with other settings: {'; '.join(differ)}")
-        if state["frozen"] != self._frozen_digest():
+        if state["frozen"] != checkpoint.frozen_digest(self.model, self.method.weights):
             raise checkpoint.CheckpointError(f"{path} belongs to another model: the weights that do not train differ from those of {self.cfg.model!r}")
         if set(weights) != set(self.method.weights.modules):
             raise checkpoint.CheckpointError(f"{path} holds {len(weights)} weights, this run trains {len(self.method.weights.modules)}; names differ")
@@ -164,7 +164,7 @@ class Trainer:
             "method": self.method.state_dict(),
             "baseline": self.baseline.state_dict(),
             "fingerprint": self.method.weights.fingerprint(),
-            "frozen": self._frozen_digest(),
+            "frozen": checkpoint.frozen_digest(self.model, self.method.weights),
             "rows": self._rows,
             "elapsed": self._elapsed(),
             "threads": torch.get_num_threads(),
@@ -309,16 +309,6 @@ class Trainer:
         started = time.perf_counter()
         yield
         self.seconds[name] += time.perf_counter() - started
-
-    def _frozen_digest(self) -> str:
-        """Digest of everything in the model that does not train."""
-        trained = {m.weight.data_ptr() for m in self.method.weights.modules.values()}
-        digest = xxhash.xxh3_128()
-        for name, value in sorted(self.model.state_dict().items()):
-            if value.data_ptr() not in trained:
-                digest.update(name.encode())
-                digest.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
-        return digest.hexdigest()
 
 
 def _json(value: Any) -> Any:

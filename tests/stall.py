@@ -10,11 +10,11 @@ import time
 from logra_core import checkpoint, rollout, runlog, train
 from logra_core.methods import LograMethod
 
-phase, marker, config = sys.argv[1:]
+MARKER = ""
 
 
 def stand_still() -> None:
-    open(marker, "w").close()
+    open(MARKER, "w").close()
     time.sleep(120)
 
 
@@ -46,7 +46,7 @@ def half_a_row() -> None:
     runlog.os.write = write
 
 
-{
+PHASES = {
     "first evaluation": lambda: halt(train.Trainer, "_evaluate", 1),
     "rollout": lambda: halt(rollout._Recorder, "finish", 6 * 2 + 6 * 3 + 4),
     "backward": lambda: halt(train, "ppo_loss", 3 * 2 + 2),
@@ -58,5 +58,15 @@ def half_a_row() -> None:
     "checkpoint renamed, old one there": lambda: halt(checkpoint, "_remove", 1),
     "old checkpoint half removed": lambda: halt(checkpoint.shutil, "rmtree", 1),
     "none": lambda: None,
-}[phase]()
-raise SystemExit(train.main([config]))
+}
+
+
+def main(phase: str, marker: str, config: str) -> None:
+    global MARKER
+    MARKER = marker
+    PHASES[phase]()
+    raise SystemExit(train.main([config]))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -64,7 +64,7 @@ return {
   shownWidgets: all('.jp-OutputArea-output .jupyter-widgets').filter(e => !e.parentElement.closest('.jupyter-widgets')).length,
   progress: all('.jupyter-widgets .progress-bar, .jupyter-widgets [role=progressbar]').length,
   broken: all('.jp-OutputArea-output').filter(e => /Error displaying widget|Loading widget|javascript error/.test(e.innerText)).length,
-  shownImages: all('.jp-OutputArea-output img, .jp-OutputArea-output svg').filter(e => !('naturalWidth' in e) || e.naturalWidth > 50).length,
+  shownImages: all('.jp-OutputArea-output :is(img, svg)').filter(e => !('naturalWidth' in e) || e.naturalWidth > 50).length,
 };
 """
 

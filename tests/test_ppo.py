@@ -186,7 +186,7 @@ def test_sequence_logprobs_equal_one_unpadded_forward_per_sequence(policy, tempe
     model, _ = policy
     rollouts = fake_rollouts([(5, 4), (9, 1), (3, 7)])
     padded = rollouts.padded(1)
-    got = ppo.sequence_logprobs(model, padded, temperature)
+    got = ppo.sequence_logprobs(model, padded, temperature).detach()
     assert got.shape == padded["input_ids"].shape and got.dtype == torch.float32
     assert (got[~padded["response_mask"]] == 0).all()
     for i, (prompt, response) in enumerate(zip(rollouts.prompt_ids, rollouts.response_ids)):

@@ -266,6 +266,19 @@ def test_a_finished_log_without_checkpoint_is_not_overwritten(policy, tmp_path):
     assert (tmp_path / "log.jsonl").read_bytes() == before
 
 
+def test_a_folder_in_use_is_refused_and_zero_updates_only_evaluate(policy, tmp_path):
+    cfg = settings(policy, tmp_path, updates=0)
+    held = checkpoint.lock(tmp_path)
+    with pytest.raises(checkpoint.CheckpointError, match="in use"):
+        Trainer(cfg).run()
+    held.close()
+    end = Trainer(cfg).run()
+    assert end["pass_at_before"] == end["pass_at_after"]
+    assert [r["kind"] for r in read_log(tmp_path / "log.jsonl")[1]] == ["eval", "end"]
+    with pytest.raises(ConfigError, match="finished run"):  # a finished log, and no checkpoint to go on from
+        Trainer(cfg).run()
+
+
 def test_checkpoints_are_swept_and_only_the_newest_stays(tmp_path):
     state = {"config": "{}"}
     for update in (1, 2, 3):

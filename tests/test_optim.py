@@ -1,0 +1,244 @@
+"""RowAdam against float64 loops; LoGRA as an optimizer: size, schedulers, masters, refusals, bit-exact restore."""
+
+import io
+import math
+
+import pytest
+import torch
+from models import policy_loss, random_ids, tiny_llama
+
+from logra_core import ConfigError, LoGRA, NonFiniteError, OptimConfig, SketchConfig, reference, row_adam, sgd
+from logra_core.optim import product_norm_sq
+
+IDS = random_ids(2, 8, 96)
+
+
+def make(model=None, rank=4, refresh=True, distribution="rademacher", **optim):
+    settings = {"update_ratio": 1e-3} | optim
+    return LoGRA(model or tiny_llama(), SketchConfig(rank=rank, refresh=refresh, distribution=distribution), OptimConfig(**settings))
+
+
+def train(logra, steps, first=0):
+    for t in range(first, first + steps):
+        policy_loss(logra.model, random_ids(2, 8, 96, t), t).backward()
+        logra.step()
+
+
+@pytest.mark.parametrize("scale", [1e-12, 1e-4, 1.0, 1e8])
+@pytest.mark.parametrize("eps", [0.0, 1e-8, 1e-2])
+def test_row_adam_against_float64_loops(scale, eps):
+    torch.manual_seed(0)
+    v = w = torch.zeros(6)
+    for step in range(1, 5):
+        S = scale * torch.randn(6, 5) * torch.logspace(-3, 3, 6)[:, None]
+        U, v = row_adam(S, v, step, 0.95, eps)
+        V, w = reference.row_adam(S, w, step, 0.95, eps)
+        assert torch.allclose(U.double(), V, rtol=2e-5, atol=0), step
+        assert torch.allclose(v.double(), w, rtol=1e-5, atol=0)
+        assert float(U.norm()) == pytest.approx(float(S.norm()), rel=1e-5)
+
+
+def test_row_adam_of_zero_rows_and_zero_sketches():
+    S = torch.tensor([[0.0, 0.0], [3.0, 4.0]])
+    U, v = row_adam(S, torch.zeros(2), 1, 0.95, 1e-8)
+    assert torch.isfinite(U).all() and torch.equal(U[0], torch.zeros(2)) and float(U.norm()) == pytest.approx(5.0)
+    U, v = row_adam(torch.zeros(3, 2), torch.zeros(3), 1, 0.95, 1e-8)
+    assert torch.equal(U, torch.zeros(3, 2)) and torch.equal(v, torch.zeros(3))
+
+
+def test_pure_functions_leave_their_inputs():
+    S, v = torch.randn(4, 3), torch.rand(4)
+    before = S.clone(), v.clone()
+    row_adam(S, v, 1, 0.9, 1e-8), sgd(S)
+    assert torch.equal(S, before[0]) and torch.equal(v, before[1])
+
+
+def test_product_norm_without_the_product():
+    torch.manual_seed(0)
+    U, V = torch.randn(30, 7), torch.randn(7, 50)
+    assert float(product_norm_sq(U, V)) == pytest.approx(float((U.double() @ V.double()).square().sum()), rel=1e-5)
+
+
+@pytest.mark.parametrize("rule", ["row_adam", "sgd"])
+@pytest.mark.parametrize("distribution", ["rademacher", "gaussian", "orthonormal"])
+def test_update_has_the_ratio_asked_for(rule, distribution):
+    logra = make(rule=rule, distribution=distribution, wire_dtype="float32")
+    before = {n: t.weight.detach().clone() for n, t in logra.targets.items()}
+    policy_loss(logra.model, IDS).backward()
+    logra.step()
+    moved = math.sqrt(sum(float((t.weight.double() - before[n].double()).square().sum()) for n, t in logra.targets.items()))
+    whole = math.sqrt(sum(float(W.double().square().sum()) for W in before.values()))
+    assert moved / whole == pytest.approx(1e-3, rel=1e-4)
+
+
+def test_step_is_rowadam_of_the_dense_gradient_sketched():
+    """One whole step of every layer in float64 loops: G, S = G Aᵀ, RowAdam, global size, W − U A."""
+    model = tiny_llama()
+    policy_loss(model, IDS).backward()
+    dense = {n.removesuffix(".weight"): p.grad.double() for n, p in model.named_parameters() if n.endswith("_proj.weight")}
+    model.zero_grad()
+    logra = make(model, wire_dtype="float32")
+    before = {n: t.weight.detach().double().clone() for n, t in logra.targets.items()}
+    A = {n: t.projection().double() for n, t in logra.targets.items()}
+    U = {n: reference.row_adam(dense[n] @ A[n].T, torch.zeros(len(dense[n])), 1, 0.95, 1e-8)[0] for n in dense}
+    size = math.sqrt(sum(float((U[n] @ A[n]).square().sum()) for n in U))
+    factor = 1e-3 * math.sqrt(sum(float(W.square().sum()) for W in before.values())) / size
+    policy_loss(model, IDS).backward()
+    logra.step()
+    for n, target in logra.targets.items():
+        expected = before[n] - factor * U[n] @ A[n]
+        assert (target.weight.double() - expected).abs().max() <= 1e-7  # fp32 weights of size 0.1 round at 4e-9
+
+
+def test_zero_gradient_gives_a_zero_update():
+    logra = make()
+    before = logra.weights.fingerprint()
+    (0.0 * policy_loss(logra.model, IDS)).backward()
+    logra.step()
+    assert logra.version == 1 and logra.weights.fingerprint() == before
+
+
+def test_one_step_for_all_microbatches():
+    whole, parts = make(tiny_llama()), make(tiny_llama())
+    ids = random_ids(4, 8, 96)
+    policy_loss(whole.model, ids).backward()
+    advantage = torch.randn(4, 1, generator=torch.Generator().manual_seed(1))
+    for row in range(4):
+        logp = parts.model(input_ids=ids[row : row + 1]).logits.log_softmax(-1)[:, :-1].gather(-1, ids[row : row + 1, 1:, None])
+        (-(logp.squeeze(-1) * advantage[row]).mean() / 4).backward()
+    for n, t in whole.targets.items():
+        assert torch.allclose(t.sketch.grad, parts.targets[n].sketch.grad, rtol=1e-4, atol=1e-7)
+    parts.step()
+    assert parts.version == 1 and all(t.sketch.grad is None for t in parts.targets.values())
+
+
+def test_learning_rate_schedulers_scale_the_update():
+    logra = make()
+    scheduler = torch.optim.lr_scheduler.LambdaLR(logra, lambda t: 1 / (1 + t))
+    sizes = []
+    for _ in range(3):
+        policy_loss(logra.model, IDS).backward()
+        update = logra.propose()
+        sizes.append(math.sqrt(sum(float(product_norm_sq(U, update.basis(n))) for n, U in update.factors.items())))
+        logra.apply(update)
+        scheduler.step()
+    assert sizes[1] / sizes[0] == pytest.approx(1 / 2, rel=1e-2) and sizes[2] / sizes[0] == pytest.approx(1 / 3, rel=1e-2)
+
+
+def test_propose_changes_nothing_and_apply_takes_only_the_last_proposal():
+    logra = make()
+    policy_loss(logra.model, IDS).backward()
+    before = logra.weights.fingerprint()
+    first, second = logra.propose(), logra.propose()
+    assert logra.weights.fingerprint() == before and logra.version == 0
+    assert all(torch.equal(first.factors[n], second.factors[n]) for n in first.factors)
+    with pytest.raises(RuntimeError, match="not the one last proposed"):
+        logra.apply(first)
+    for alpha in (float("nan"), float("inf"), -1.0):
+        with pytest.raises(ConfigError, match="alpha"):
+            logra.apply(second, alpha)
+    assert logra.weights.fingerprint() == before and logra.version == 0
+    logra.apply(second)
+    with pytest.raises(RuntimeError, match="not the one last proposed"):
+        logra.apply(second)
+    assert logra.version == 1
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_non_finite_numbers_stop_the_step(bad):
+    logra = make()
+    policy_loss(logra.model, IDS).backward()
+    before, state = logra.weights.fingerprint(), torch.stack([s["v"].sum() for s in logra.state.values()])
+    name = "model.layers.1.mlp.up_proj"
+    logra.targets[name].sketch.grad[3, 1] = bad
+    with pytest.raises(NonFiniteError, match=name):
+        logra.step()
+    assert logra.weights.fingerprint() == before and logra.version == 0
+    assert torch.equal(torch.stack([s["v"].sum() for s in logra.state.values()]), state)
+    logra.zero_grad()
+    policy_loss(logra.model, IDS).backward()
+    with pytest.raises(NonFiniteError, match="factor"):
+        logra.apply(logra.propose(), 1e30)  # finite still, but U A could overflow in a weight
+    logra.targets[name].weight.data[0, 0] = bad
+    with pytest.raises(NonFiniteError, match="norm of the weights"):
+        logra.propose()
+    assert logra.version == 0
+
+
+@pytest.mark.parametrize("refresh", [True, False])
+def test_refresh_changes_the_projection_and_the_rank_of_the_sum(refresh):
+    logra = make(rank=2, refresh=refresh)
+    name = "model.layers.0.mlp.down_proj"
+    A, before = logra.targets[name].projection().clone(), logra.targets[name].weight.detach().clone()
+    train(logra, 1)
+    assert torch.equal(A, logra.targets[name].projection()) is not refresh
+    train(logra, 3, 1)
+    total = (logra.targets[name].weight.detach() - before).double()
+    assert int((torch.linalg.svdvals(total) > 1e-4 * total.norm()).sum()) == (8 if refresh else 2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_state_restores_bit_for_bit(dtype):
+    unbroken = make(tiny_llama().to(dtype))
+    train(unbroken, 3)
+    file = io.BytesIO()
+    torch.save({"optimizer": unbroken.state_dict(), "model": unbroken.model.state_dict()}, file)
+    train(unbroken, 3, 3)
+    file.seek(0)
+    saved = torch.load(file, weights_only=True)
+    resumed = make(tiny_llama(seed=9).to(dtype))
+    resumed.model.load_state_dict(saved["model"])
+    resumed.load_state_dict(saved["optimizer"])
+    assert resumed.version == 3 and resumed.run_id == unbroken.run_id
+    train(resumed, 3, 3)
+    assert resumed.weights.fingerprint() == unbroken.weights.fingerprint()
+    for p, q in zip(resumed.model.parameters(), unbroken.model.parameters(), strict=True):
+        assert torch.equal(p, q)
+    for p, q in zip(resumed.state.values(), unbroken.state.values(), strict=True):
+        assert torch.equal(p["v"], q["v"])
+
+
+def test_state_of_other_settings_is_refused():
+    saved = make(rank=4).state_dict()
+    with pytest.raises(ConfigError, match="sketch.*rank"):
+        make(rank=8).load_state_dict(saved)
+    with pytest.raises(ConfigError, match="rule"):
+        make(rule="sgd").load_state_dict(saved)
+    with pytest.raises(ConfigError, match="other layers"):
+        make(tiny_llama(num_hidden_layers=2)).load_state_dict(saved)
+    with pytest.raises(ConfigError, match="not a state of LoGRA"):
+        make().load_state_dict(torch.optim.SGD(make().param_groups[0]["params"]).state_dict())
+
+
+def test_masters_keep_small_updates_that_bf16_would_lose():
+    """Steps of 3e-6 of the weights: in bf16 alone a few per cent of the entries ever move; with fp32 masters all do."""
+    logra = make(tiny_llama().to(torch.bfloat16), update_ratio=3e-6)
+    before = {n: m.clone() for n, m in logra.weights.masters.items()}
+    added = {n: m.bfloat16() for n, m in before.items()}
+    for t in range(100):
+        policy_loss(logra.model, random_ids(2, 8, 96, t), t).backward()
+        wire = logra.apply(logra.propose())
+        for n, U in wire.factors.items():
+            added[n] -= (U.float() @ wire.basis(n)).bfloat16()
+
+    def moved(weights):
+        return float(torch.cat([(weights[n] != W).flatten() for n, W in before.items()]).float().mean())
+
+    print(f"moved after 100 steps: {moved(logra.weights.masters):.1%} of the masters, {moved(added):.1%} of plain bf16 weights")
+    assert moved(logra.weights.masters) > 0.95 and moved(added) < 0.5  # q and k of this toy move by less than an fp32 ulp
+    for n, t in logra.targets.items():
+        assert torch.equal(t.weight, logra.weights.masters[n].to(torch.bfloat16))
+
+
+def test_closure_and_scale():
+    logra = make()
+    logra.scale = lambda update: 0.0
+    before = logra.weights.fingerprint()
+
+    def closure():
+        logra.zero_grad()
+        loss = policy_loss(logra.model, IDS)
+        loss.backward()
+        return loss
+
+    assert torch.is_tensor(logra.step(closure)) and logra.version == 1 and logra.weights.fingerprint() == before

@@ -1,0 +1,210 @@
+"""Two policies kept in step by bytes alone; every fault is refused whole, and a full resync heals."""
+
+import dataclasses
+import json
+
+import pytest
+import torch
+from models import policy_loss, random_ids, real_llm, tiny_llama
+from safetensors.torch import load, save
+
+from logra_core import LoGRA, OptimConfig, Replica, SketchConfig, SketchUpdate, SyncError, full_state_bytes
+from logra_core.sync import Weights
+
+TARGETS = SketchConfig().targets
+
+
+def pair(dtype=torch.float32, distribution="rademacher", rank=4, **optim):
+    trainer = LoGRA(tiny_llama().to(dtype), SketchConfig(rank=rank, distribution=distribution), OptimConfig(**({"update_ratio": 1e-2} | optim)))
+    return trainer, Replica(tiny_llama().to(dtype), TARGETS)
+
+
+def update(trainer, t, alpha=0.7) -> bytes:
+    policy_loss(trainer.model, random_ids(2, 8, 96, t), t).backward()
+    wire = trainer.apply(trainer.propose(), alpha)
+    return wire.to_bytes(trainer.weights.fingerprint())
+
+
+@pytest.mark.parametrize("distribution", ["rademacher", "gaussian", "orthonormal"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("wire", ["bfloat16", "float32"])
+def test_twenty_updates_stay_bit_equal(distribution, dtype, wire):
+    trainer, replica = pair(dtype, distribution, wire_dtype=wire)
+    start = trainer.weights.fingerprint()
+    for t in range(20):
+        replica.apply(update(trainer, t))
+        assert replica.fingerprint() == trainer.weights.fingerprint() and replica.version == trainer.version == t + 1
+    assert trainer.weights.fingerprint() != start
+    for n, module in replica.weights.modules.items():
+        assert torch.equal(module.weight, trainer.targets[n].weight)
+
+
+def test_twenty_real_updates_of_the_real_llm():
+    model, _ = real_llm()
+    other, _ = real_llm()
+    trainer, replica = LoGRA(model, SketchConfig(rank=64), OptimConfig(update_ratio=1e-4)), Replica(other, TARGETS)
+    for t in range(20):
+        policy_loss(model, random_ids(1, 12, 49152, t), t).backward()
+        wire = trainer.apply(trainer.propose(), 0.9)
+        data = wire.to_bytes(trainer.weights.fingerprint())
+        replica.apply(data)
+    assert replica.fingerprint() == trainer.weights.fingerprint() and replica.version == 20
+    for a, b in zip(model.state_dict().values(), other.state_dict().values(), strict=True):
+        assert torch.equal(a, b)
+    formula = sum(2 * 64 * t.module.out_features for t in trainer.targets.values())
+    print(f"payload {formula:,} bytes by the formula, {len(data):,} on the wire, {len(full_state_bytes(trainer.weights, '', 0)):,} in full")
+    assert wire.payload_bytes() == formula and formula <= len(data) <= 1.01 * formula
+
+
+def rewrite(data: bytes, edit=None, tensors=None) -> bytes:
+    """A message changed and signed again, as a faulty sender would."""
+    from logra_core.sync import _pack
+
+    length = int.from_bytes(data[:8], "little")
+    header = json.loads(json.loads(data[8 : 8 + length])["__metadata__"]["logra"])
+    header.pop("digest")
+    content = load(data)
+    return _pack(edit(header) if edit else header, tensors(content) if tensors else content)
+
+
+NAME = "model.layers.1.self_attn.k_proj"
+FAULTS = {
+    "repeated": (lambda d: d["previous"], "repeated or out of order"),
+    "dropped": (lambda d: d["after"], "an earlier one was dropped"),
+    "empty": (lambda d: b"", "not a whole LoGRA message"),
+    "text": (lambda d: b"hello, this is not an update", "not a whole LoGRA message"),
+    "truncated header": (lambda d: d["next"][:100], "not a whole LoGRA message"),
+    "truncated data": (lambda d: d["next"][:-1], "not a whole LoGRA message"),
+    "one bit of a factor": (lambda d: d["next"][:-7] + bytes([d["next"][-7] ^ 1]) + d["next"][-6:], "corrupted on the way"),
+    "one character of the header": (lambda d: d["next"].replace(b'\\"draw\\": 1', b'\\"draw\\": 2', 1), "corrupted on the way"),
+    "foreign safetensors": (lambda d: save({"x": torch.ones(2)}), "not a whole LoGRA message"),
+    "another run": (lambda d: rewrite(d["next"], lambda h: h | {"run_id": "other"}), "follows run"),
+    "another format": (lambda d: rewrite(d["next"], lambda h: h | {"format": 99}), "format 99"),
+    "full state as update": (lambda d: d["full"], "kind 'full'"),
+    "header without widths": (lambda d: rewrite(d["next"], lambda h: {k: v for k, v in h.items() if k != "widths"}), "malformed header"),
+    "another A": (lambda d: rewrite(d["next"], lambda h: h | {"projection": h["projection"] | {"seed": 5}}), "not the same A"),
+    "a layer missing": (lambda d: rewrite(d["next"], None, lambda t: {n: v for n, v in t.items() if n != "U." + NAME}), "1 missing"),
+    "a layer unknown": (lambda d: rewrite(d["next"], None, lambda t: t | {"U.model.layers.9.x": torch.ones(2, 4)}), "1 unknown"),
+    "a wrong shape": (lambda d: rewrite(d["next"], None, lambda t: t | {"U." + NAME: t["U." + NAME][:-1]}), "wrong shape"),
+    "NaN in a factor": (lambda d: rewrite(d["next"], None, lambda t: t | {"U." + NAME: t["U." + NAME] * float("nan")}), "not finite"),
+    "integers as factor": (lambda d: rewrite(d["next"], None, lambda t: t | {"U." + NAME: t["U." + NAME].int()}), "not finite"),
+    "factors of two layers swapped": (
+        lambda d: rewrite(d["next"], None, lambda t: t | {"U." + NAME: t["U.model.layers.2.self_attn.k_proj"], "U.model.layers.2.self_attn.k_proj": t["U." + NAME]}),
+        "drifted",
+    ),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def messages():
+    """One trainer's first four messages, and the states around the second."""
+    trainer, _ = pair()
+    sent = [update(trainer, t) for t in range(2)]
+    full = full_state_bytes(trainer.weights, trainer.run_id, trainer.version)
+    sent += [update(trainer, t) for t in range(2, 4)]
+    return {"first": sent[0], "previous": sent[0], "next": sent[1], "after": sent[2], "full": full}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_every_fault_is_refused_whole_and_a_resync_heals(fault, messages):
+    replica = Replica(tiny_llama(), TARGETS)
+    replica.apply(messages["first"])
+    before = replica.fingerprint(), replica.version, replica.run_id
+    make, words = FAULTS[fault]
+    with pytest.raises(SyncError, match=words):
+        replica.apply(make(messages))
+    assert (replica.fingerprint(), replica.version, replica.run_id) == before
+    replica.resync(messages["full"])  # version 2
+    replica.apply(messages["after"])  # and on with version 3
+    assert replica.version == 3
+
+
+def test_swapped_messages_are_refused_and_the_right_order_still_works(messages):
+    replica = Replica(tiny_llama(), TARGETS)
+    with pytest.raises(SyncError, match="dropped"):
+        replica.apply(messages["next"])
+    replica.apply(messages["first"])
+    replica.apply(messages["next"])
+    assert replica.version == 2
+
+
+def test_a_failure_in_the_middle_of_the_commit_is_rolled_back(messages, monkeypatch):
+    replica = Replica(tiny_llama(), TARGETS)
+    before, calls, merge = replica.fingerprint(), [], Weights.merge_
+
+    def fails_at_the_tenth(self, *args):
+        calls.append(1)
+        merge(self, *args)
+        if len(calls) == 10:
+            raise MemoryError("out of memory")
+
+    monkeypatch.setattr(Weights, "merge_", fails_at_the_tenth)
+    with pytest.raises(MemoryError):
+        replica.apply(messages["first"])
+    assert len(calls) == 10 and replica.fingerprint() == before and replica.version == 0
+    monkeypatch.undo()
+    replica.apply(messages["first"])
+    assert replica.version == 1 and replica.fingerprint() != before
+
+
+def test_drift_is_found_and_healed(messages):
+    replica = Replica(tiny_llama(), TARGETS)
+    with torch.no_grad():
+        replica.weights.modules[NAME].weight[0, 0] += 1e-6
+    drifted = replica.fingerprint()
+    with pytest.raises(SyncError, match="drifted"):
+        replica.apply(messages["first"])
+    assert replica.fingerprint() == drifted and replica.version == 0
+    replica.resync(messages["full"])
+    replica.apply(messages["after"])
+
+
+def test_a_damaged_resync_is_refused_whole(messages):
+    replica = Replica(tiny_llama(), TARGETS)
+    before = replica.fingerprint()
+    damaged = messages["full"][:-5] + b"\x01" + messages["full"][-4:]
+    for data, words in ((damaged, "corrupted"), (messages["full"][:-1], "not a whole"), (messages["next"], "kind 'update'")):
+        with pytest.raises(SyncError, match=words):
+            replica.resync(data)
+    other = LoGRA(tiny_llama(num_hidden_layers=2), SketchConfig(rank=4))
+    with pytest.raises(SyncError, match="missing"):
+        replica.resync(full_state_bytes(other.weights, other.run_id, 0))
+    assert replica.fingerprint() == before and replica.version == 0
+
+
+def test_only_what_apply_returned_can_be_sent():
+    trainer, replica = pair()
+    policy_loss(trainer.model, random_ids(2, 8, 96)).backward()
+    proposal = trainer.propose()
+    with pytest.raises(SyncError, match="rounded"):
+        proposal.to_bytes()
+    with pytest.raises(SyncError, match="never scaled"):
+        replica.apply(proposal)
+    wire = trainer.apply(proposal, 0.5)
+    with pytest.raises(SyncError, match="already"):
+        wire.scaled(0.5, torch.bfloat16)
+    replica.apply(wire)  # in the same process no bytes are needed
+    assert replica.fingerprint() == trainer.weights.fingerprint()
+
+
+def test_bases_by_value_travel_too():
+    """An update whose V no seed gives (room for two-sided and activation-aware sketches)."""
+    trainer, replica = pair()
+    policy_loss(trainer.model, random_ids(2, 8, 96)).backward()
+    wire = trainer.apply(trainer.propose())
+    by_value = dataclasses.replace(wire, bases={n: wire.basis(n) for n in list(wire.factors)[:4]}, drawn={})
+    data = by_value.to_bytes(trainer.weights.fingerprint())
+    assert set(SketchUpdate.from_bytes(data).bases) == set(list(wire.factors)[:4])
+    replica.apply(data)
+    assert replica.fingerprint() == trainer.weights.fingerprint()
+
+
+def test_fingerprint_sees_one_bit():
+    model = tiny_llama()
+    replica = Replica(model, TARGETS)
+    before = replica.fingerprint()
+    weight = replica.weights.modules[NAME].weight.data
+    weight.view(torch.int32)[3, 3] ^= 1
+    assert replica.fingerprint() != before
+    weight.view(torch.int32)[3, 3] ^= 1
+    assert replica.fingerprint() == before
