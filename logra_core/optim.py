@@ -81,7 +81,7 @@ class LoGRA(torch.optim.Optimizer):
         self.model, self.config, self.optim_config, self.scale = model, sketch, optim, scale
         self.targets = attach(model, sketch)
         self.weights = Weights({n: t.module for n, t in self.targets.items()})
-        self._pending: tuple[SketchUpdate, dict[str, torch.Tensor]] | None = None
+        self._pending: tuple[SketchUpdate, dict[str, torch.Tensor], float] | None = None  # update, new moments, size √Σ‖UA‖²
         group = {"params": [t.sketch for t in self.targets.values()], "logra": self._identity(uuid.uuid4().hex, 0)}
         super().__init__([group], {"lr": optim.update_ratio, "beta2": optim.beta2, "eps": optim.eps})
         for name, target in self.targets.items():
@@ -122,7 +122,6 @@ class LoGRA(torch.optim.Optimizer):
                 "enabled first, and call the layers as modules"
             )
         group = self.param_groups[0]
-        self._finite({n: t.sketch.grad for n, t in self.targets.items()}, "sketch")
         factors, moments, norms = {}, {}, []
         for name, target in self.targets.items():
             S_DR, v_D = target.sketch.grad, self.state[target.sketch]["v"]
@@ -131,9 +130,12 @@ class LoGRA(torch.optim.Optimizer):
             else:
                 factors[name], moments[name] = sgd(S_DR), v_D
             norms.append(product_norm_sq(factors[name], target.projection()))
-        total, weights = math.sqrt(sum(torch.stack(norms).tolist())), math.sqrt(sum(self._weight_norms_sq()))
-        if not math.isfinite(weights) or not math.isfinite(total):
-            raise NonFiniteError(f"norm of the weights {weights}, of the update {total}: nothing was changed")
+        norms = torch.stack(norms).tolist()
+        if bad := [n for n, norm in zip(factors, norms, strict=True) if not norm <= LARGEST**2]:  # NaN and infinity reach the norm
+            raise NonFiniteError(f"sketch of {', '.join(bad[:5])} holds NaN, infinity or a value above {LARGEST:g}: nothing was changed")
+        total, weights = math.sqrt(sum(norms)), math.sqrt(sum(self._weight_norms_sq()))
+        if not math.isfinite(weights):
+            raise NonFiniteError(f"norm of the weights is {weights}: nothing was changed")
         factor = group["lr"] * weights / total if total else 0.0
         factors = dict(zip(factors, torch._foreach_mul(list(factors.values()), factor), strict=True))
         first = next(iter(self.targets.values()))
@@ -141,7 +143,7 @@ class LoGRA(torch.optim.Optimizer):
             self.run_id, self.version + 1, first.spec, factors, {n: t.width for n, t in self.targets.items()},
             drawn={n: t.projection() for n, t in self.targets.items()},
         )  # fmt: skip
-        self._pending = (update, moments)
+        self._pending = (update, moments, group["lr"] * weights)
         return update
 
     @torch.no_grad()
@@ -157,7 +159,9 @@ class LoGRA(torch.optim.Optimizer):
         if self._pending is None or self._pending[0] is not update:
             raise RuntimeError(f"update {update.version} is not the one last proposed at version {self.version}; propose again")
         wire = update.scaled(alpha, _DTYPE[self.optim_config.wire_dtype])
-        self._finite(wire.factors, "factor")
+        sums = torch.stack([U_DR.sum(dtype=torch.float32) for U_DR in wire.factors.values()])  # NaN and infinity reach a sum
+        if not torch.isfinite(sums).all() or not alpha * self._pending[2] <= LARGEST:
+            raise NonFiniteError(f"a factor scaled by alpha = {alpha:g} is not finite or too large to merge: nothing was changed")
         for name, U_DR in wire.factors.items():
             self.weights.merge_(name, U_DR, wire.basis(name, U_DR.device))
         for name, v_D in self._pending[1].items():
@@ -211,9 +215,3 @@ class LoGRA(torch.optim.Optimizer):
     def _weight_norms_sq(self) -> list[float]:
         norms = torch._foreach_norm([self.weights.master(n) for n in self.targets])
         return torch.stack(norms).double().square().tolist()
-
-    @staticmethod
-    def _finite(tensors: dict[str, torch.Tensor], what: str) -> None:
-        norms = torch.stack(torch._foreach_norm(list(tensors.values()), float("inf"))).tolist()
-        if bad := [n for n, norm in zip(tensors, norms, strict=True) if not norm <= LARGEST]:
-            raise NonFiniteError(f"{what} of {', '.join(bad[:5])} holds NaN, infinity or a value above {LARGEST:g}: nothing was changed")

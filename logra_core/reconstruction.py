@@ -31,6 +31,7 @@ from .sync import Weights
 from .tasks import make_task, messages
 
 RANKS = (4, 16, 64, 256, 576, 1536)
+MAX_ORTHONORMAL = 576  # orthonormalising more rows takes minutes a layer
 TOP = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)  # leading directions whose share of ‖G‖² is recorded
 # What a row's cosines are called -> (distribution, whether A is redrawn from one gradient to the next).
 KINDS = {
@@ -111,22 +112,19 @@ def policy_gradients(model: nn.Module, tokenizer, cfg: TrainConfig, rollouts: Ro
 def measure(G_DK: torch.Tensor, name: str, batch: int, seed: int, drawn: dict | None = None) -> dict:
     """One row of the study: norm, effective rank, share of the leading directions, and a list of cosines over RANKS for each of KINDS.
 
-    batch: which gradient; refreshed projections are of draw `batch`, the fixed one of draw 0. Ranks above k are None.
+    batch: which gradient; refreshed projections are of draw `batch`, the fixed one of draw 0. Ranks above k (or `MAX_ORTHONORMAL`) are None.
     drawn: keeps projections for the next gradients of the same layer.
     """
     width, share, drawn = G_DK.shape[1], spectrum(G_DK), {} if drawn is None else drawn
     ranks = tuple(r for r in RANKS if r <= width)
     row = {"norm": float(G_DK.norm()), "effective_rank": effective_rank(share), "top": [float(share[:n].sum()) for n in TOP], "cosines": {}}
     for kind, (distribution, refreshed) in KINDS.items():
-        # Orthonormal rows at r = k span everything: SA = G, so the largest rank of the widest layer is not drawn but known.
-        largest = min(ranks[-1], 576) if distribution == "orthonormal" else ranks[-1]
+        largest = min(ranks[-1], MAX_ORTHONORMAL) if distribution == "orthonormal" else ranks[-1]
         key = (distribution, batch if refreshed else 0)
         if key not in drawn:
             drawn[key] = make_projection(ProjectionSpec(seed, key[1], largest, distribution), name, width)
         values = cosines(G_DK, drawn[key], tuple(r for r in ranks if r <= largest))
-        row["cosines"][kind] = [round(v, 5) for v in values] + [None] * (len(RANKS) - len(values))
-        if distribution == "orthonormal" and width in RANKS:
-            row["cosines"][kind][RANKS.index(width)] = round(values[-1], 5) if width <= largest else 1.0
+        row["cosines"][kind] = values + [None] * (len(RANKS) - len(values))
     return row
 
 
@@ -190,16 +188,16 @@ def main(arguments: list[str] | None = None) -> int:
     if cfg.threads:
         torch.set_num_threads(cfg.threads)
     settings = {"train": to_dict(cfg), "batches": args.batches, "ranks": RANKS, "top": TOP, "kinds": KINDS}
-    new = not args.out.exists()
     done: set[str] = set()
-    if not new:
+    if args.out.exists():
         header, rows = read_log(args.out)
         if header["settings"]["train"]["task"] != settings["train"]["task"] or header["settings"]["batches"] != args.batches:
             raise ConfigError(f"{args.out} holds a study with other settings; choose another --out")
         done = {r["layer"] for r in rows if r["kind"] == "layer_done"}
-    keep = lambda row: row["kind"] == "rollouts" or row["layer"] in done  # noqa: E731
-    log = RunLog(args.out, {"seed": cfg.seed, "settings": settings}) if new else RunLog.resume(args.out, keep)
-    found = gradients(cfg, {"untrained": None, "trained": args.checkpoint}, args.batches, log if new else None)
+        if not done:  # stopped before its first layer was whole
+            args.out.unlink()
+    log = RunLog.resume(args.out, lambda r: r["kind"] == "rollouts" or r["layer"] in done) if done else RunLog(args.out, {"seed": cfg.seed, "settings": settings})
+    found = gradients(cfg, {"untrained": None, "trained": args.checkpoint}, args.batches, None if done else log)
     for name in tqdm([n for n in next(iter(found.values())) if n not in done], desc="layers"):
         drawn: dict = {}
         for (stage, advantages, batch), layers in found.items():
