@@ -56,14 +56,14 @@ def save(folder: Path, update: int, weights: dict[str, torch.Tensor], state: dic
     folder.mkdir(parents=True, exist_ok=True)
     sweep(folder)
     made, final = folder / f"{TEMPORARY}{update:06d}", folder / f"{update:06d}"
+    if final.exists():
+        raise CheckpointError(f"{final} is there already; a run saves each update once")
     made.mkdir()
     save_file({n: w.detach().cpu().contiguous() for n, w in weights.items()}, made / "weights.safetensors")
     torch.save(state | {"format": FORMAT, "update": update}, made / "state.pt")
     for path in (*made.iterdir(), made):
         _flush(path)
-    older = [p for p in _complete(folder) if p != final]
-    if final.exists():
-        _remove(final)
+    older = _complete(folder)
     os.rename(made, final)
     _flush(folder)
     for path in older:

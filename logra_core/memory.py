@@ -1,17 +1,26 @@
 """Where the bytes of a training step are: every live tensor storage, counted by category, on any device, without an allocator.
 
 A dispatch mode sees each new storage and drops it when it is freed; categories come from who holds it at the time of the report.
+`measure_step` counts one step of a method on real tensors, `simulate_step` the same step of a model of any size on fake ones.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import torch
+import torch.nn.functional as F
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
+
+from .config import ConfigError, SketchConfig
+from .shapes import build, model_config
+from .sketch import select_targets
 
 
 @dataclass
@@ -59,7 +68,7 @@ class TrackMemory(TorchDispatchMode):
 
 def storage_bytes(tensors: Iterable[torch.Tensor | None]) -> int:
     """Bytes of the distinct storages behind `tensors`."""
-    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors if t is not None and t.numel()}
+    storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors if t is not None and t.numel()}
     return sum(storages.values())
 
 
@@ -92,3 +101,179 @@ class SavedActivations:
 
     def __exit__(self, *error) -> None:
         self._hooks.__exit__(*error)
+
+
+METHODS = ("dense", "lora", "logra")
+
+
+@dataclass(frozen=True)
+class StepMemory:
+    """Bytes of one training step by category.
+
+    weights: all parameters in the compute dtype, and nothing else. masters: fp32 copies of the trained weights, where those are not
+    fp32 themselves. gradients: of what trains (G, S, or those of LoRA's factors). projections: A, or LoRA's factors. optimizer:
+    its state. layers: what the decoder layers keep for backward; head: what the logits and the loss keep. peak_head, peak_layers: the
+    largest total, all categories included, until the head's backward is done and afterwards. scratch: largest temporary of the
+    optimizer's step. None: not measured.
+    """
+
+    weights: int
+    masters: int
+    gradients: int
+    projections: int
+    optimizer: int
+    layers: int
+    head: int
+    peak_head: int | None = None
+    peak_layers: int | None = None
+    scratch: int | None = None
+
+    @property
+    def activations(self) -> int:
+        return self.layers + self.head
+
+    @property
+    def peak(self) -> int | None:
+        """Largest total of forward and backward."""
+        return None if self.peak_head is None else max(self.peak_head, self.peak_layers)
+
+    @property
+    def state(self) -> int:
+        """What stays between steps, and the gradients."""
+        return self.weights + self.masters + self.gradients + self.projections + self.optimizer
+
+    def gib(self) -> dict[str, float]:
+        return {k: v / 2**30 for k, v in dataclasses.asdict(self).items() if v is not None}
+
+
+def measure_step(model: nn.Module, method: str, rank: int, ids: torch.Tensor, checkpointing: bool = False) -> StepMemory:
+    """Memory of one step of `method` on `ids` [B, T] int64, counted storage by storage; hooks and adapters are taken off again.
+
+    The loss is that of a policy gradient over all positions: the tokens' log-probs from fp32 logits. The optimizer's step is taken, so
+    the trained weights change. checkpointing: recompute each decoder layer in backward.
+    Raises ConfigError for an unknown method.
+    """
+    before, weights = {n: p.requires_grad for n, p in model.named_parameters()}, storage_bytes(model.parameters())
+    net, optimizer, undo = _prepare(model, method, rank, checkpointing)
+    extra = _projections(net, method, rank)
+    layers, head, gradients, peaks = _pass(net, ids)
+    with TrackMemory() as update:
+        optimizer.step()
+    kept = 0 if method == "logra" else update.live  # what stays of AdamW's step is its state; LoGRA's own was there before
+    masters, state = _state(net, method, optimizer)
+    optimizer.zero_grad(set_to_none=True)
+    undo()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(before[name])
+    fixed = weights + masters + extra + state
+    return StepMemory(weights, masters, gradients, extra, state, layers, head, *(fixed + p for p in peaks), update.peak - kept)
+
+
+def simulate_step(
+    name: str, method: str, rank: int, tokens: int, rows: int = 1, dtype: torch.dtype = torch.bfloat16, checkpointing: bool = True,
+    backward: bool = True,
+) -> StepMemory:  # fmt: skip
+    """`measure_step` for a model of `shapes.SHAPES` of any size: the same forward and backward on fake tensors, nothing allocated.
+
+    Every decoder layer (every fourth, where the kinds of attention alternate) costs the same, so two shallow copies give the whole by a
+    straight line. One device, no sharding. The optimizer's state follows from shapes; `scratch` is not simulated. backward: False skips
+    it (linear attention without its fused kernel is slow, and keeps more than the kernel would); gradients then follow from shapes
+    and the peaks are None.
+    """
+    depth, kinds = model_config(name).num_hidden_layers, getattr(model_config(name), "layer_types", None) or ()
+    shallow = (4, 8) if len(set(kinds)) > 1 else (2, 4)
+    low, high = (dataclasses.asdict(_simulate(name, method, rank, (rows, tokens), dtype, checkpointing, backward, n)) for n in shallow)
+    slope = (depth - shallow[0]) / (shallow[1] - shallow[0])
+    return StepMemory(**{k: None if v is None else round(v + (high[k] - v) * slope) for k, v in low.items()})
+
+
+def _simulate(name, method, rank, shape, dtype, checkpointing, backward, layers) -> StepMemory:
+    with torch.device("meta"):
+        model = build(model_config(name, layers), dtype).eval()
+        weights = storage_bytes(model.parameters())
+        net, optimizer, _ = _prepare(model, method, rank, checkpointing)
+    with FakeTensorMode():
+        for module in model.modules():  # meta tensors become fake ones of a CPU, whose kernels are then imitated
+            for held in (module._parameters, module._buffers):
+                for key, t in held.items():
+                    if t is not None:
+                        made = torch.empty_strided(t.shape, t.stride(), dtype=t.dtype)
+                        held[key] = nn.Parameter(made, t.requires_grad) if isinstance(t, nn.Parameter) else made
+        extra = _projections(net, method, rank)
+        kept, head, gradients, peaks = _pass(net, torch.zeros(shape, dtype=torch.int64), backward)
+        masters, state = _state(net, method, optimizer)
+    fixed = weights + masters + extra + state
+    return StepMemory(weights, masters, gradients, extra, state, kept, head, *(fixed + p for p in peaks))
+
+
+def _prepare(model: nn.Module, method: str, rank: int, checkpointing: bool):
+    """(the model to call, optimizer, undo) of a method; what trains, and nothing else, requires grad."""
+    if method not in METHODS:
+        raise ConfigError(f"method = {method!r}: allowed is one of {', '.join(METHODS)}")
+    if checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        model.train()  # transformers recomputes in training mode only; these models have no dropout
+    undo = [model.gradient_checkpointing_disable, model.eval] if checkpointing else []
+    layers, net = select_targets(model, SketchConfig().targets), model
+    if method == "logra":
+        from .optim import LoGRA
+
+        optimizer = LoGRA(model, SketchConfig(rank=rank))
+        return net, optimizer, lambda: [f() for f in (optimizer.detach, *undo)]
+    model.requires_grad_(False)
+    if method == "lora":
+        from peft import LoraConfig, get_peft_model
+
+        adapted = get_peft_model(model, LoraConfig(r=rank, lora_alpha=rank, lora_dropout=0.0, target_modules=list(layers)))
+        net, undo = adapted.base_model.model, [adapted.unload, *undo]
+    else:
+        for layer in layers.values():
+            layer.weight.requires_grad_(True)
+    optimizer = torch.optim.AdamW([p for p in net.parameters() if p.requires_grad], lr=1e-8, weight_decay=0.0, foreach=False)
+    return net, optimizer, lambda: [f() for f in undo]
+
+
+def _projections(net: nn.Module, method: str, rank: int) -> int:
+    """Bytes of A (fp32, and again in the compute dtype where that differs), which are drawn here, or of LoRA's factors."""
+    if method == "lora":
+        return storage_bytes(p for p in net.parameters() if p.requires_grad)
+    total = 0
+    for target in net._logra_targets.values() if method == "logra" else ():
+        for dtype in {torch.float32, target.weight.dtype}:
+            if isinstance(target.weight, FakeTensor):  # the bits of a fake A do not matter
+                target._drawn[dtype, target.weight.device] = torch.empty(rank, target.width, dtype=dtype)
+            total += storage_bytes([target.projection(dtype)])
+    return total
+
+
+def _pass(net: nn.Module, ids: torch.Tensor, backward: bool = True) -> tuple[int, int, int, list[int]]:
+    """Bytes kept by the decoder layers, by the head and loss, of the gradients; and the tracked peaks before and after the head's backward."""
+    peaks: list[int] = []
+
+    def at_the_head(gradient):
+        peaks.append(tracked.peak)
+        tracked.peak = tracked.live
+
+    with TrackMemory() as tracked:
+        hidden = net.get_decoder()(input_ids=ids, use_cache=False).last_hidden_state
+        layers = tracked.live
+        hidden.register_hook(at_the_head)
+        logits = net.get_output_embeddings()(hidden).float()
+        loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+        del logits, hidden
+        head = tracked.live - layers
+        trained = [p for p in net.parameters() if p.requires_grad]
+        if not backward:
+            return layers, head, sum(p.numel() * p.element_size() for p in trained), []
+        loss.backward()
+    return layers, head, storage_bytes(p.grad for p in trained), [*peaks, tracked.peak]
+
+
+def _state(net: nn.Module, method: str, optimizer: torch.optim.Optimizer) -> tuple[int, int]:
+    """Bytes of (fp32 masters, optimizer state): AdamW keeps two fp32 values a weight and a step count a tensor, RowAdam one a row."""
+    if method == "logra":
+        masters = storage_bytes(optimizer.weights.masters.values())
+        return masters, optimizer_bytes(optimizer) - masters
+    trained = [p for p in net.parameters() if p.requires_grad]
+    masters = sum(4 * p.numel() for p in trained if p.dtype != torch.float32)
+    return masters, optimizer_bytes(optimizer) or sum(8 * p.numel() + 4 for p in trained)
