@@ -1,8 +1,8 @@
 """Checkpoints of a run: complete or not there at all.
 
-A checkpoint is a folder named by its update number, with `weights.safetensors` (fp32 target weights) and `state.pt` (all else, loadable with
-`weights_only=True`). It is written under a temporary name, flushed to disk and renamed; only then are older ones removed. A kill at any
-moment leaves the previous checkpoint or the new one, and remains of the temporary one that the next run sweeps away.
+A checkpoint is a folder named by its update number, with `weights.safetensors` (fp32 target weights) and `state.pt` (all else, loadable
+with `weights_only=True`). It is written under a temporary name, flushed to disk and renamed; only then are older ones removed. A kill at
+any moment leaves the previous checkpoint or the new one, and remains of the temporary one that the next run sweeps away.
 """
 
 from __future__ import annotations

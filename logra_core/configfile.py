@@ -25,7 +25,7 @@ _Loader.add_implicit_resolver(
 
 
 def load_config(path: str | os.PathLike, overrides: tuple[str, ...] | list[str] = ()) -> TrainConfig:
-    """TrainConfig from a YAML or JSON file and `dotted.key=value` overrides (values as in YAML); whatever is not named keeps its default."""
+    """TrainConfig from a YAML or JSON file and `dotted.key=value` overrides (values as in YAML); the rest keeps its default."""
     path = Path(path)
     if path.suffix not in (".yaml", ".yml", ".json"):
         raise ConfigError(f"config file {str(path)!r}: allowed are .yaml, .yml and .json")

@@ -247,7 +247,7 @@ def _projections(net: nn.Module, method: str, rank: int) -> int:
 
 
 def _pass(net: nn.Module, ids: torch.Tensor, backward: bool = True) -> tuple[int, int, int, list[int]]:
-    """Bytes kept by the decoder layers, by the head and loss, of the gradients; and the tracked peaks before and after the head's backward."""
+    """Bytes kept by the decoder layers, by head and loss, of gradients; and the tracked peaks before and after the head's backward."""
     peaks: list[int] = []
 
     def at_the_head(gradient):

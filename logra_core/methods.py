@@ -121,7 +121,7 @@ class LograMethod:
 
 
 def dense_lr(cfg: DenseConfig, update: int) -> float:
-    """Learning rate of an update (counted from 1): linear warm-up over `warmup`, then cosine to final_fraction * lr at `horizon`, then flat."""
+    """Learning rate of an update (counted from 1): linear warm-up, then cosine to final_fraction * lr at `horizon`, then flat."""
     if update <= cfg.warmup:
         return cfg.lr * update / cfg.warmup
     progress = min((update - cfg.warmup) / max(cfg.horizon - cfg.warmup, 1), 1.0)
@@ -137,7 +137,7 @@ class DenseMethod:
         layers = select_targets(model, cfg.sketch.targets)
         self.weights = Weights(layers)
         if self.weights.masters:
-            raise ConfigError(f"method dense trains fp32 weights; {next(iter(self.weights.masters))!r} is {next(iter(layers.values())).weight.dtype}")
+            raise ConfigError(f"method dense trains fp32 weights; {next(iter(self.weights.masters))!r} is not fp32")
         model.requires_grad_(False)
         self.parameters = {n: m.weight.requires_grad_(True) for n, m in layers.items()}
         d = cfg.dense

@@ -31,8 +31,8 @@ class MissingSketchError(RuntimeError):
 
 
 def sgd(S_DR: torch.Tensor) -> torch.Tensor:
-    """U = S."""
-    return S_DR
+    """U = S, a copy."""
+    return S_DR.clone()
 
 
 def row_adam(S_DR: torch.Tensor, v_D: torch.Tensor, step: int, beta2: float, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
@@ -137,7 +137,7 @@ class LoGRA(torch.optim.Optimizer):
         if not math.isfinite(weights):
             raise NonFiniteError(f"norm of the weights is {weights}: nothing was changed")
         factor = group["lr"] * weights / total if total else 0.0
-        factors = dict(zip(factors, torch._foreach_mul(list(factors.values()), factor), strict=True))
+        torch._foreach_mul_(list(factors.values()), factor)
         first = next(iter(self.targets.values()))
         update = SketchUpdate(
             self.run_id, self.version + 1, first.spec, factors, {n: t.width for n, t in self.targets.items()},

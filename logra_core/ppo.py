@@ -1,7 +1,7 @@
 """The RL algorithm: baseline, advantages, importance weights, loss, Pass@k. Pure functions and one small state.
 
 Deltas from textbook PPO (METHOD section 6):
-- no critic and no GAE: advantage = reward - a running mean of PAST batches' rewards (starts at 0, EMA weight 0.1), the same for every token;
+- no critic and no GAE: advantage = reward - a running mean of PAST batches' rewards (from 0, EMA weight 0.1), the same for every token;
 - one response per prompt and no group baseline; reward 1 if the verifier accepts, else -0.01;
 - one update per batch, so the ratio pi/pi_old is exactly 1 when it is taken: pi_old is the same forward's detached value, no extra pass;
   the clip is kept, and would bind only with more updates per batch;
@@ -63,7 +63,7 @@ def sequence_logprobs(
     activation checkpointing, which keeps no cache.
     """
     if not temperature > 0:
-        raise ValueError(f"sequence_logprobs: temperature = {temperature!r}; allowed is > 0 (greedy rollouts have no sampling distribution)")
+        raise ValueError(f"sequence_logprobs: temperature = {temperature!r}; allowed is > 0 (greedy rollouts were not sampled)")
     device = model.get_input_embeddings().weight.device
     input_ids, mask = padded["input_ids"].to(device), padded["response_mask"].to(device)
     attention_mask = padded["attention_mask"].to(device)
@@ -145,8 +145,8 @@ def mismatch(rollout_logp: torch.Tensor, trainer_logp: torch.Tensor, mask: torch
     """
     if rollout_logp.shape != trainer_logp.shape or mask.shape != trainer_logp.shape or finished.shape != mask.shape[:1]:
         raise ValueError(
-            f"mismatch: got {tuple(rollout_logp.shape)}, {tuple(trainer_logp.shape)}, {tuple(mask.shape)} and finished {tuple(finished.shape)}; "
-            "expected [B, T] three times and [B]"
+            f"mismatch: got {tuple(rollout_logp.shape)}, {tuple(trainer_logp.shape)}, {tuple(mask.shape)} and {tuple(finished.shape)}; "
+            "expected [B, T] three times and finished [B]"
         )
     chosen = mask & finished.bool()[:, None]
     if not chosen.any():

@@ -88,7 +88,9 @@ def layer_place(name: str) -> tuple[int, str]:
     return int(next(p for p in parts if p.isdigit())), parts[-1]
 
 
-def policy_gradients(model: nn.Module, tokenizer, cfg: TrainConfig, rollouts: Rollouts, advantages: torch.Tensor) -> dict[str, torch.Tensor]:
+def policy_gradients(
+    model: nn.Module, tokenizer, cfg: TrainConfig, rollouts: Rollouts, advantages: torch.Tensor
+) -> dict[str, torch.Tensor]:
     """Dense G [D, K] fp32 of every target for the PPO loss of one batch (METHOD section 6); the model is left without gradients.
 
     advantages: fp32 [B]. The weights must be those that generated `rollouts`.
@@ -104,8 +106,8 @@ def policy_gradients(model: nn.Module, tokenizer, cfg: TrainConfig, rollouts: Ro
         shared = shared_prefix(part.prompt_ids)
         padded = part.padded(pad, skip=shared)
         logp = sequence_logprobs(model, padded, cfg.sampling.temperature, part.prompt_ids[0][:shared])
-        loss, _ = ppo_loss(logp, padded["rollout_logprobs"], advantages[rows], padded["response_mask"], rollouts.tokens, cfg.ppo.clip, cfg.ppo.tis_cap)
-        loss.backward()
+        given = (padded["rollout_logprobs"], advantages[rows], padded["response_mask"])
+        ppo_loss(logp, *given, rollouts.tokens, cfg.ppo.clip, cfg.ppo.tis_cap)[0].backward()
     found = {n: layer.weight.grad for n, layer in layers.items()}
     for layer in layers.values():
         layer.weight.grad = None
@@ -116,8 +118,8 @@ def policy_gradients(model: nn.Module, tokenizer, cfg: TrainConfig, rollouts: Ro
 def measure(G_DK: torch.Tensor, name: str, batch: int, seed: int, drawn: dict | None = None) -> dict:
     """One row of the study: norm, effective rank, share of the leading directions, and a list of cosines over RANKS for each of KINDS.
 
-    batch: which gradient; refreshed projections are of draw `batch`, the fixed one of draw 0. Ranks above k (or `MAX_ORTHONORMAL`) are None.
-    drawn: keeps projections for the next gradients of the same layer.
+    batch: which gradient; refreshed projections are of draw `batch`, the fixed one of draw 0. Ranks above k (or
+    `MAX_ORTHONORMAL`) are None. drawn: keeps projections for the next gradients of the same layer.
     """
     width, share, drawn = G_DK.shape[1], spectrum(G_DK), {} if drawn is None else drawn
     ranks = tuple(r for r in RANKS if r <= width)
@@ -137,7 +139,7 @@ def sample(model: nn.Module, tokenizer, cfg: TrainConfig, update: int) -> tuple[
     task = make_task(cfg.task)
     try:
         problems = task.train(update, cfg.ppo.prompts_per_update, cfg.seed)
-        prompts = [tokenizer.apply_chat_template(messages(p), add_generation_prompt=True, tokenize=True, return_dict=False) for p in problems]
+        prompts = [tokenizer.apply_chat_template(messages(p), add_generation_prompt=True, return_dict=False) for p in problems]
         rollouts = TransformersRollout(model, tokenizer, cfg.sketch.targets).generate(prompts, cfg.sampling, cfg.seed + update)
         return rollouts, rewards_of([g.correct for g in task.grade(rollouts.texts, problems)], cfg.ppo.failure_reward)
     finally:
@@ -161,8 +163,13 @@ def load_stage(cfg: TrainConfig, folder: Path | None):
     return model, tokenizer, int(state["update"]), float(state["baseline"]["value"])
 
 
-def gradients(cfg: TrainConfig, stages: dict[str, Path | None], batches: int, log: RunLog | None) -> dict[tuple[str, str, int], dict[str, torch.Tensor]]:
-    """(stage, advantages, batch) -> layer -> G. "verified" advantages are reward − running baseline; "random" ones (batch 0) are N(0, 1)."""
+def gradients(
+    cfg: TrainConfig, stages: dict[str, Path | None], batches: int, log: RunLog | None
+) -> dict[tuple[str, str, int], dict[str, torch.Tensor]]:
+    """(stage, advantages, batch) -> layer -> G.
+
+    "verified" advantages are reward − running baseline; "random" ones (batch 0 only) are N(0, 1).
+    """
     made = {}
     for stage, folder in stages.items():
         model, tokenizer, update, baseline = load_stage(cfg, folder)
@@ -173,11 +180,11 @@ def gradients(cfg: TrainConfig, stages: dict[str, Path | None], batches: int, lo
                 noise = torch.randn(len(rollouts), generator=torch.Generator().manual_seed(cfg.seed))
                 made[stage, "random", 0] = policy_gradients(model, tokenizer, cfg, rollouts, noise)
             if log is not None:
-                log.row(
-                    "rollouts", stage=stage, update=update, batch=batch, rewards=rewards, baseline=baseline, tokens=rollouts.tokens,
-                    # the first batch in full, so that a reader can compute its gradient again
-                    **({k: getattr(rollouts, k) for k in ("prompt_ids", "response_ids", "logprobs", "finish_reasons", "texts")} if batch == 0 else {}),
-                )  # fmt: skip
+                # the first batch in full, so that a reader can compute its gradient again
+                parts = ("prompt_ids", "response_ids", "logprobs", "finish_reasons", "texts") if batch == 0 else ()
+                whole = {k: getattr(rollouts, k) for k in parts}
+                known = {"stage": stage, "update": update, "batch": batch, "baseline": baseline, "tokens": rollouts.tokens}
+                log.row("rollouts", **known, rewards=rewards, **whole)
     return made
 
 
@@ -202,7 +209,10 @@ def main(arguments: list[str] | None = None) -> int:
         done = {r["layer"] for r in rows if r["kind"] == "layer_done"}
         if not done:  # stopped before its first layer was whole
             args.out.unlink()
-    log = RunLog.resume(args.out, lambda r: r["kind"] == "rollouts" or r["layer"] in done) if done else RunLog(args.out, {"seed": cfg.seed, "settings": settings})
+    if done:
+        log = RunLog.resume(args.out, lambda r: r["kind"] == "rollouts" or r["layer"] in done)
+    else:
+        log = RunLog(args.out, {"seed": cfg.seed, "settings": settings})
     found = gradients(cfg, {"untrained": None, "trained": args.checkpoint}, args.batches, None if done else log)
     names = [n for n in next(iter(found.values())) if layer_place(n)[0] % args.every == 0]
     for name in tqdm([n for n in names if n not in done], desc="layers"):

@@ -61,7 +61,7 @@ class Rollouts:
             raise ValueError(f"Rollouts: lists of different lengths {sorted(sizes)}")
         for i, (ids, logp) in enumerate(zip(self.response_ids, self.logprobs)):
             if len(ids) == 0 or len(ids) != len(logp):
-                raise ValueError(f"Rollouts: response {i} has {len(ids)} tokens and {len(logp)} log-probs; at least 1, and as many of each")
+                raise ValueError(f"Rollouts: response {i} has {len(ids)} tokens and {len(logp)} log-probs; expected as many, 1 or more")
 
     def __len__(self) -> int:
         return len(self.prompt_ids)
@@ -87,7 +87,7 @@ class Rollouts:
         if len(self) == 0:
             raise ValueError("Rollouts.padded: no rollouts")
         if not 0 <= skip < min(len(p) for p in self.prompt_ids):
-            raise ValueError(f"Rollouts.padded: skip = {skip}; the shortest prompt has {min(len(p) for p in self.prompt_ids)} tokens, one must stay")
+            raise ValueError(f"Rollouts.padded: skip = {skip}; the shortest prompt has {min(map(len, self.prompt_ids))} tokens")
         width_P = max(len(p) for p in self.prompt_ids) - skip
         width_R = max(len(r) for r in self.response_ids)
         shape = (len(self), width_P + width_R)
@@ -133,7 +133,7 @@ class _Recorder:
         norm = torch.logsumexp(scores, dim=-1)
         if not torch.isfinite(norm).all():
             rows = (~torch.isfinite(norm)).nonzero().flatten().tolist()
-            raise RolloutError(f"logits are not finite at generated token {len(self.columns)} of batch rows {rows[:8]}; nothing was sampled")
+            raise RolloutError(f"logits are not finite at generated token {len(self.columns)}, batch rows {rows[:8]}")
         self._scores, self._norm = scores, norm
         return scores
 
@@ -261,11 +261,11 @@ class TransformersRollout:
         room = getattr(self.model.config, "max_position_embeddings", None)
         for i, p in enumerate(prompts):
             if isinstance(p, str) or len(p) == 0 or not all(isinstance(t, int) and 0 <= t < vocabulary for t in p):
-                raise ValueError(f"generate: prompt {i} must be a non-empty list of token ids in 0 <= id < {vocabulary}; got {str(p)[:60]!r}")
+                raise ValueError(f"generate: prompt {i} must be a non-empty list of ids, 0 <= id < {vocabulary}; got {str(p)[:60]!r}")
             if room is not None and len(p) + sampling.max_tokens > room:
-                raise ValueError(f"generate: prompt {i} has {len(p)} tokens; with max_tokens {sampling.max_tokens} it exceeds the model's {room}")
+                raise ValueError(f"generate: prompt {i} has {len(p)} tokens; max_tokens {sampling.max_tokens} exceeds the model's {room}")
         if expected_version is not None and expected_version != self.version:
-            raise SyncError(f"the rollout engine is at version {self.version}, the trainer expects {expected_version}: an update was missed")
+            raise SyncError(f"the engine is at version {self.version}, the trainer expects {expected_version}: an update was missed")
 
 
 def make_engine(cfg: TrainConfig, run_id: str | None = None) -> RolloutEngine:
@@ -276,5 +276,5 @@ def make_engine(cfg: TrainConfig, run_id: str | None = None) -> RolloutEngine:
         model, tokenizer = load_policy(cfg.model or None)
         return TransformersRollout(model, tokenizer, cfg.sketch.targets, run_id=run_id)
     if cfg.engine == "vllm":
-        raise ImportError('engine "vllm" is not available in this installation: logra_core.vllm_backend is missing; use engine "transformers"')
+        raise ImportError('engine "vllm": logra_core.vllm_backend is missing in this installation; use engine "transformers"')
     raise ConfigError(f"engine = {cfg.engine!r}: allowed is transformers, vllm")

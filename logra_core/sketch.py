@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
+from contextlib import nullcontext
 
 import torch
 from torch import nn
@@ -88,7 +89,7 @@ class _Tap(torch.autograd.Function):
         S_DR = None
         if ctx.needs_input_grad[3]:
             (P_NR,) = ctx.saved_tensors
-            with torch.autocast(g.device.type, enabled=False):
+            with torch.autocast(g.device.type, enabled=False) if torch.is_autocast_enabled(g.device.type) else nullcontext():
                 S_DR = _product_fp32(g.reshape(-1, g.shape[-1]).T, P_NR)
         return g, None, None, S_DR, None
 

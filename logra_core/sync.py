@@ -62,7 +62,7 @@ class SketchUpdate:
             raise SyncError("this update is scaled and rounded already; scale the proposed one")
         if not (0 <= alpha < float("inf")):
             raise ConfigError(f"alpha = {alpha!r}: expected a finite number >= 0")
-        factors = {n: (U_DR * alpha).to(dtype) for n, U_DR in self.factors.items()}
+        factors = {n: torch.mul(U_DR, alpha, out=torch.empty_like(U_DR, dtype=dtype)) for n, U_DR in self.factors.items()}
         return dataclasses.replace(self, factors=factors, rounded=True)
 
     def payload_bytes(self) -> int:

@@ -1,7 +1,7 @@
 """The training loop: tasks -> rollout -> grade -> advantages -> backward -> update -> sync -> log, with exact resume.
 
-`Trainer(cfg).run()` or `python -m logra_core.train config.yaml [dotted.key=value ...]`. Belongs here: the order of things, the seeds, the log
-rows. Methods are in methods.py, checkpoints in checkpoint.py, the algorithm in ppo.py. Every random choice is a function of
+`Trainer(cfg).run()` or `python -m logra_core.train config.yaml [dotted.key=value ...]`. Belongs here: the order of things, the seeds,
+the log rows. Methods are in methods.py, checkpoints in checkpoint.py, the algorithm in ppo.py. Every random choice is a function of
 (seed, update, purpose), so a run killed at any moment resumes to the same bits (on the same machine and thread count).
 """
 
@@ -32,7 +32,7 @@ from .ppo import RunningBaseline, mismatch, pass_at_k, ppo_loss, rewards_of, seq
 from .rollout import Rollouts, make_engine, shared_prefix
 from .runlog import RunLog, read_log, scrub
 from .sync import SyncError, full_state_bytes
-from .tasks import Problem, make_task, messages
+from .tasks import Grade, Problem, make_task, messages
 
 EXAMPLES = 3  # responses kept in each evaluation row
 
@@ -48,9 +48,9 @@ class Trainer:
     def __init__(self, cfg: TrainConfig) -> None:
         s = cfg.sampling
         if s.temperature == 0 or s.top_p != 1:
-            raise ConfigError(f"sampling temperature {s.temperature}, top_p {s.top_p}: training needs temperature > 0 and top_p 1 (the loss uses both)")
+            raise ConfigError(f"sampling temperature {s.temperature}, top_p {s.top_p}: training needs temperature > 0 and top_p 1")
         if cfg.method == "logra" and cfg.kl.temperature != s.temperature:
-            raise ConfigError(f"kl.temperature = {cfg.kl.temperature}, sampling.temperature = {s.temperature}: the predicted KL must be of the policy sampled")
+            raise ConfigError(f"kl.temperature = {cfg.kl.temperature}, sampling.temperature = {s.temperature}: must be equal")
         if cfg.threads:
             torch.set_num_threads(cfg.threads)
         self.cfg, self.out = cfg, Path(cfg.out)
@@ -120,7 +120,7 @@ class Trainer:
             self.log = RunLog.resume(log, keep=lambda row: row["update"] <= done and (row["kind"] != "end" or finished))
             rows = [r for r in read_log(log)[1] if r["kind"] != "end"]
             if len(rows) != self._rows:
-                raise checkpoint.CheckpointError(f"{log} has {len(rows)} rows up to update {done}, the checkpoint knows {self._rows}: not the same run")
+                raise checkpoint.CheckpointError(f"{log} has {len(rows)} rows up to update {done}, the checkpoint {self._rows}")
         else:
             if log.exists():
                 self._only_restart(log)
@@ -133,20 +133,20 @@ class Trainer:
         """A log without a checkpoint is of a run killed early, which starts over; refuse to overwrite anything else."""
         header, rows = read_log(log)
         if any(r["kind"] == "end" for r in rows):
-            raise ConfigError(f"out = {self.cfg.out!r} holds the log of a finished run and no checkpoint; choose another folder or remove {log}")
+            raise ConfigError(f"{log} is of a finished run without a checkpoint; choose another folder or remove it")
         if differ := checkpoint.differing_fields(header.get("config", {}), scrub(_json(to_dict(self.cfg)))):
-            raise ConfigError(f"out = {self.cfg.out!r} holds the log of another run: {'; '.join(differ)}; choose another folder or remove {log}")
+            raise ConfigError(f"{log} is of another run: {'; '.join(differ)}; choose another folder or remove it")
 
     def _restore(self, path: Path) -> int:
         weights, state = checkpoint.load(path)
         if differ := checkpoint.differing_fields(json.loads(state["config"]), _json(to_dict(self.cfg))):
             raise ConfigError(f"cannot resume {path} with other settings: {'; '.join(differ)}")
         if state["frozen"] != checkpoint.frozen_digest(self.model, self.method.weights):
-            raise checkpoint.CheckpointError(f"{path} belongs to another model: the weights that do not train differ from those of {self.cfg.model!r}")
+            raise checkpoint.CheckpointError(f"{path} is of another model: its frozen weights differ from those of {self.cfg.model!r}")
         if set(weights) != set(self.method.weights.modules):
-            raise checkpoint.CheckpointError(f"{path} holds {len(weights)} weights, this run trains {len(self.method.weights.modules)}; names differ")
+            raise checkpoint.CheckpointError(f"{path} holds {len(weights)} weights; this run trains others")
         if state["threads"] != torch.get_num_threads():
-            tqdm.write(f"resuming with {torch.get_num_threads()} threads what ran with {state['threads']}: the result may differ in the last bits")
+            tqdm.write(f"resuming with {torch.get_num_threads()} threads what ran with {state['threads']}: last bits may differ")
         self.method.load_state_dict(state["method"])
         with torch.no_grad():
             for name, value in weights.items():
@@ -209,8 +209,8 @@ class Trainer:
         self.seconds["total"] = time.perf_counter() - started
         return self._row(
             "update", update=update, version=method.version, reward_rate=sum(g.correct for g in grades) / len(grades), baseline=baseline,
-            advantage=float(advantages.double().mean()), grades=dict(sorted(Counter(g.status for g in grades).items())), tokens=rollouts.tokens,
-            **_lengths(rollouts), **stats, grad_norm=grad_norm, **method.metrics(), exact_kl=measured,
+            advantage=float(advantages.double().mean()), grades=_statuses(grades), tokens=rollouts.tokens, **_lengths(rollouts),
+            **stats, grad_norm=grad_norm, **method.metrics(), exact_kl=measured,
             payload_bytes=len(message.data), full_weights_bytes=4 * sum(m.weight.numel() for m in method.weights.modules.values()),
         )  # fmt: skip
 
@@ -254,11 +254,10 @@ class Trainer:
     def _generate(self, problems: list[Problem], sampling: SamplingConfig, seed: int) -> Rollouts:
         with self._phase("sync"):
             if (theirs := self.engine.fingerprint()) != (ours := self.method.weights.fingerprint()):
-                raise SyncError(f"before a rollout at version {self.method.version}: engine weights {theirs}, trainer weights {ours}; they must be equal")
+                raise SyncError(f"before a rollout at version {self.method.version}: engine weights {theirs}, trainer {ours}")
         with self._phase("rollout"):
-            prompts = [
-                self.tokenizer.apply_chat_template(messages(p), add_generation_prompt=True, tokenize=True, return_dict=False) for p in problems
-            ]
+            template = self.tokenizer.apply_chat_template
+            prompts = [template(messages(p), add_generation_prompt=True, tokenize=True, return_dict=False) for p in problems]
             return self.engine.generate(prompts, sampling, seed, expected_version=self.method.version)
 
     def _evaluate(self, update: int) -> None:
@@ -273,18 +272,19 @@ class Trainer:
         for i, grade in enumerate(grades):
             right[i // n] += grade.correct
         passes = {str(k): sum(pass_at_k(n, c, k) for c in right) / len(right) for k in sorted({1, n})}
-        examples = [{"prompt": repeated[i].prompt, "response": rollouts.texts[i], "status": grades[i].status} for i in range(min(EXAMPLES, len(grades)))]
+        shown = list(zip(repeated, rollouts.texts, grades))[:EXAMPLES]
+        examples = [{"prompt": p.prompt, "response": text, "status": g.status} for p, text, g in shown]
         self.seconds = Counter(eval=time.perf_counter() - started)
         self._row(
             "eval", update=update, version=self.method.version, pass_at=passes, problems=len(problems), samples=n, **_lengths(rollouts),
-            grades=dict(sorted(Counter(g.status for g in grades).items())), examples=examples,
+            grades=_statuses(grades), examples=examples,
         )  # fmt: skip
         tqdm.write(f"update {update}: held-out " + ", ".join(f"Pass@{k} {v:.3f}" for k, v in passes.items()))
 
     # ------------------------------------------------------------------ log
 
     def _row(self, kind: str, **values: Any) -> dict[str, Any]:
-        """Write a row. Whatever depends on time or on the process stands under "seconds", "elapsed" and "peak_rss_mib"; the rest is exact."""
+        """Write a row. What depends on time or process stands under "seconds", "elapsed" and "peak_rss_mib"; the rest is exact."""
         values |= {
             "seconds": {k: round(v, 4) for k, v in self.seconds.items()},
             "elapsed": round(self._elapsed(), 3),
@@ -294,12 +294,14 @@ class Trainer:
         return self.log.row(kind, **values)
 
     def _header(self) -> dict[str, Any]:
-        counts = {"trained_weights": sum(m.weight.numel() for m in self.method.weights.modules.values()), "trained_layers": len(self.method.weights.modules)}
+        layers = self.method.weights.modules.values()
+        counts = {"trained_weights": sum(m.weight.numel() for m in layers), "trained_layers": len(layers)}
         return {"config": to_dict(self.cfg), "seed": self.cfg.seed, "task_counts": self.task.counts} | counts
 
     def _summary(self) -> dict[str, Any]:
         evals = [r for r in read_log(self.out / "log.jsonl")[1] if r["kind"] == "eval"]
-        return {"pass_at_before": evals[0]["pass_at"], "pass_at_after": evals[-1]["pass_at"], "fingerprint": self.method.weights.fingerprint()}
+        before, after = evals[0]["pass_at"], evals[-1]["pass_at"]
+        return {"pass_at_before": before, "pass_at_after": after, "fingerprint": self.method.weights.fingerprint()}
 
     def _elapsed(self) -> float:
         return self._before + time.perf_counter() - self._clock
@@ -314,6 +316,10 @@ class Trainer:
 def _json(value: Any) -> Any:
     """As it comes back from JSON."""
     return json.loads(json.dumps(value))
+
+
+def _statuses(grades: list[Grade]) -> dict[str, int]:
+    return dict(sorted(Counter(g.status for g in grades).items()))
 
 
 def _lengths(rollouts: Rollouts) -> dict[str, float]:

@@ -49,7 +49,7 @@ def test_row_adam_of_zero_rows_and_zero_sketches():
 def test_pure_functions_leave_their_inputs():
     S, v = torch.randn(4, 3), torch.rand(4)
     before = S.clone(), v.clone()
-    row_adam(S, v, 1, 0.9, 1e-8), sgd(S)
+    row_adam(S, v, 1, 0.9, 1e-8)[0].zero_(), sgd(S).zero_()
     assert torch.equal(S, before[0]) and torch.equal(v, before[1])
 
 
@@ -242,3 +242,13 @@ def test_closure_and_scale():
         return loss
 
     assert torch.is_tensor(logra.step(closure)) and logra.version == 1 and logra.weights.fingerprint() == before
+
+
+def test_factor_is_rounded_once():
+    """α U in fp32, then to bf16: the same bits as the two steps apart."""
+    logra = make()
+    policy_loss(logra.model, IDS).backward()
+    update = logra.propose()
+    for alpha in (0.0, 1 / 3, 1.0, 2.7):
+        wire = update.scaled(alpha, torch.bfloat16)
+        assert all(torch.equal(wire.factors[n], (U * alpha).to(torch.bfloat16)) for n, U in update.factors.items())

@@ -73,8 +73,8 @@ def recipe(tmp_path_factory):
     """A recipe for a tiny policy, trained for two updates: (path of the recipe, checkpoint folder)."""
     folder = tmp_path_factory.mktemp("study")
     values = {
-        "out": str(folder / "run"), "model": str(tiny_policy(folder / "policy")), "updates": 2, "eval_problems": 2, "eval_samples": 1, "eval_every": 0,
-        "threads": torch.get_num_threads(), "sampling": {"max_tokens": 4}, "eval_sampling": {"max_tokens": 4}, "sketch": {"rank": 4},
+        "out": str(folder / "run"), "model": str(tiny_policy(folder / "policy")), "updates": 2,
+        "eval_problems": 2, "eval_samples": 1, "eval_every": 0, "threads": torch.get_num_threads(), "sampling": {"max_tokens": 4}, "eval_sampling": {"max_tokens": 4}, "sketch": {"rank": 4},
         "task": {"name": "chain_sum", "options": {"min_terms": 2, "max_terms": 2}}, "kl": {"schedule": "none"},
         "ppo": {"prompts_per_update": 6, "microbatch": 4},
     }  # fmt: skip
