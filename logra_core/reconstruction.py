@@ -226,9 +226,11 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _short(value):
-    """Rounded to 5 significant digits, to keep the record small."""
+    """Numbers rounded to 4 significant digits, to keep the record small; containers too."""
     if isinstance(value, float):
-        return float(f"{value:.5g}")
+        return float(f"{value:.4g}")
+    if isinstance(value, dict):
+        return {k: _short(v) for k, v in value.items()}
     return [_short(v) for v in value] if isinstance(value, list) else value
 
 
