@@ -204,7 +204,10 @@ def test_bad_probe_batches_are_named():
 
 
 def test_real_llm_rollouts():
-    """fp32, own sampled responses: JVP within 1 %, finite difference within 3 %, halving α quarters within 2 % at KL 2e-5 and 2e-4."""
+    """fp32, own sampled responses, exact KL 2e-5 and 2e-4: the second order within 1 %, finite difference within 3 %, halving α quarters within 2 %.
+
+    KL(α) itself also has a third-order term, about 1 % at 2e-4 and different for every batch; the mean of KL(α) and KL(−α) is free of it.
+    """
     model, tokenizer = real_llm()
     prompts = [f"What is {a} + {b}?" for a, b in ((12, 7), (48, 95), (3, 61), (77, 20))]
     chats = [tokenizer.apply_chat_template([{"role": "user", "content": p}], add_generation_prompt=True, tokenize=False) for p in prompts]
@@ -222,8 +225,11 @@ def test_real_llm_rollouts():
         alpha = math.sqrt(target / q)
         exact, half = exact_kl(model, update, probe, alpha), exact_kl(model, update, probe, alpha / 2)
         difference = q_finite_difference(model, update, probe, alpha / 4) * alpha**2
+        even = (exact + exact_kl(model, update, probe, -alpha)) / 2
         errors = alpha**2 * q / exact - 1, difference / exact - 1, exact / (4 * half) - 1
-        print(f"exact KL {exact:.3e}: JVP {errors[0]:+.2%}, finite difference {errors[1]:+.2%}, KL(α)/4KL(α/2) {errors[2]:+.2%}")
-        if target < 2e-3:  # at 2e-3 the error is the third-order term of KL(α): it halves with α, see notebook 03
-            assert abs(errors[0]) <= 0.01 and abs(errors[1]) <= 0.03 and abs(errors[2]) <= 0.02
+        second = alpha**2 * q / even - 1
+        print(f"exact KL {exact:.3e}: JVP {errors[0]:+.2%} (second order alone {second:+.2%}), finite difference {errors[1]:+.2%}, quartering {errors[2]:+.2%}")
+        if target < 2e-3:  # at 2e-3 third order rules, see notebook 03
+            assert abs(second) <= 0.01 and abs(errors[1]) <= 0.03 and abs(errors[2]) <= 0.02
+            assert abs(errors[0]) <= (0.01 if target == 2e-5 else 0.015)
     assert logra.weights.fingerprint() == Weights(logra.weights.modules).fingerprint()
