@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -110,20 +111,26 @@ class SketchUpdate:
         return update
 
 
-class Weights:
-    """fp32 masters of the target weights: the weight itself when it is fp32, else a copy that is rounded back after a change."""
+class Masters:
+    """fp32 masters [D, K] of the target weights, by name. `publish` is where a subclass makes a change visible to what serves the model."""
 
-    def __init__(self, modules: dict[str, nn.Linear]) -> None:
-        self.modules = modules
-        self.masters = {n: m.weight.detach().float() for n, m in modules.items() if m.weight.dtype != torch.float32}
+    def __init__(self, masters: dict[str, torch.Tensor]) -> None:
+        self.masters = masters
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, int]]:
+        """name -> (D, K), in order."""
+        return {n: tuple(W_DK.shape) for n, W_DK in self.masters.items()}
 
     def master(self, name: str) -> torch.Tensor:
-        """fp32 [D, K], shared with the model where the model is fp32."""
-        return self.masters.get(name, self.modules[name].weight.detach())
+        """fp32 [D, K]."""
+        return self.masters[name]
 
     def write_back(self, name: str) -> None:
-        if name in self.masters:
-            self.modules[name].weight.detach().copy_(self.masters[name])
+        """Called after each change of one layer."""
+
+    def publish(self) -> None:
+        """Called once after all layers changed and their fingerprint was right, and again after a failure put them back."""
 
     def merge_(self, name: str, U_DR: torch.Tensor, V_RK: torch.Tensor) -> None:
         """W ← W − U V in place; no [D, K] temporary (METHOD section 5)."""
@@ -138,29 +145,55 @@ class Weights:
     def fingerprint(self) -> str:
         """128-bit digest (hex) of names and master bits: equal exactly when the policies are."""
         digest = xxhash.xxh3_128()
-        for name in sorted(self.modules):
+        for name in sorted(self.shapes):
             digest.update(name.encode())
             digest.update(self.master(name).cpu().contiguous().numpy())
         return digest.hexdigest()
 
 
-def full_state_bytes(weights: Weights, run_id: str, version: int) -> bytes:
+class Weights(Masters):
+    """Masters of the target layers of a model: the weight itself when it is fp32, else a copy that is rounded back after a change."""
+
+    def __init__(self, modules: dict[str, nn.Linear]) -> None:
+        self.modules = modules
+        super().__init__({n: m.weight.detach().float() for n, m in modules.items() if m.weight.dtype != torch.float32})
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, int]]:
+        return {n: tuple(m.weight.shape) for n, m in self.modules.items()}
+
+    def master(self, name: str) -> torch.Tensor:
+        """fp32 [D, K], shared with the model where the model is fp32."""
+        return self.masters.get(name, self.modules[name].weight.detach())
+
+    def write_back(self, name: str) -> None:
+        if name in self.masters:
+            self.modules[name].weight.detach().copy_(self.masters[name])
+
+
+def full_state_bytes(weights: Masters, run_id: str, version: int) -> bytes:
     """The full resync message: every target's fp32 master [D, K], run and version."""
     header = {"format": FORMAT, "kind": "full", "run_id": run_id, "version": version, "fingerprint": weights.fingerprint()}
-    return _pack(header, {f"W.{n}": weights.master(n) for n in weights.modules})
+    return _pack(header, {f"W.{n}": weights.master(n) for n in weights.shapes})
+
+
+def read_full_state(data: bytes) -> tuple[dict, dict[str, torch.Tensor]]:
+    """Header (run_id, version, fingerprint) and name -> W [D, K] of a full resync message. Raises SyncError if it is damaged."""
+    header, tensors = _unpack(data, "full")
+    return header, {n[2:]: t for n, t in tensors.items()}
 
 
 class Replica:
     """A second copy of the policy, kept in step by messages alone.
 
     Args:
-        model: whose target layers follow the trainer's; other parameters must be equal already (they never train).
-        targets: as in `SketchConfig.targets`.
+        model: whose target layers follow the trainer's (other parameters must be equal already, they never train), or the masters alone.
+        targets: as in `SketchConfig.targets`; not used with masters.
         run_id, version: what the weights are now; by default version 0 of whichever run sends first.
     """
 
-    def __init__(self, model: nn.Module, targets: tuple[str, ...], run_id: str | None = None, version: int = 0) -> None:
-        self.weights = Weights(select_targets(model, targets))
+    def __init__(self, model: nn.Module | Masters, targets: tuple[str, ...] = (), run_id: str | None = None, version: int = 0) -> None:
+        self.weights = model if isinstance(model, Masters) else Weights(select_targets(model, targets))
         self.run_id, self.version = run_id, version
 
     def fingerprint(self) -> str:
@@ -172,14 +205,7 @@ class Replica:
         Raises:
             SyncError: anything else than the next update of this run, or the result is not the sender's; nothing has changed.
         """
-        update = SketchUpdate.from_bytes(update) if isinstance(update, (bytes, bytearray, memoryview)) else update
-        self._check_order(update)
-        self._check_tensors({n: (t, (m.out_features, update.projection.rank)) for n, t, m in self._pair(update.factors)}, "factor")
-        self._check_tensors({n: (t, (update.factors[n].shape[1], m.in_features)) for n, t, m in self._pair(update.bases, False)}, "basis")
-        if wrong := [n for n, k in update.widths.items() if k != self.weights.modules[n].in_features]:
-            raise SyncError(f"update {update.version}: widths do not fit {', '.join(wrong[:5])}")
-        self._commit(lambda name: self.weights.merge_(name, update.factors[name], update.basis(name)), update.fingerprint)
-        self.run_id, self.version = update.run_id, update.version
+        self.prepare(update)()
 
     def resync(self, data: bytes) -> None:
         """Take over a full copy of the trainer's targets, whatever the state before; heals every refusal.
@@ -187,11 +213,38 @@ class Replica:
         Raises:
             SyncError: the message is damaged or of another model; nothing has changed.
         """
-        header, tensors = _unpack(data, "full")
-        state = {n[2:]: t for n, t in tensors.items()}
-        self._check_tensors({n: (t, tuple(m.weight.shape)) for n, t, m in self._pair(state)}, "weight")
-        self._commit(lambda name: self.weights.set_(name, state[name]), header["fingerprint"])
-        self.run_id, self.version = header["run_id"], header["version"]
+        self.prepare_full(data)()
+
+    def prepare(self, update: SketchUpdate | bytes) -> Callable[[], None]:
+        """Check an update without changing anything. Returns the commit, which changes everything or nothing.
+
+        Raises:
+            SyncError: as `apply`, except for a result that is not the sender's, which the commit finds.
+        """
+        update = SketchUpdate.from_bytes(update) if isinstance(update, (bytes, bytearray, memoryview)) else update
+        self._check_order(update)
+        self._check_tensors({n: (t, (d, update.projection.rank)) for n, t, (d, k) in self._pair(update.factors)}, "factor")
+        self._check_tensors({n: (t, (update.factors[n].shape[1], k)) for n, t, (d, k) in self._pair(update.bases, False)}, "basis")
+        if wrong := [n for n, k in update.widths.items() if k != self.weights.shapes[n][1]]:
+            raise SyncError(f"update {update.version}: widths do not fit {', '.join(wrong[:5])}")
+
+        def commit() -> None:
+            self._check_order(update)
+            self._commit(lambda name: self.weights.merge_(name, update.factors[name], update.basis(name)), update.fingerprint)
+            self.run_id, self.version = update.run_id, update.version
+
+        return commit
+
+    def prepare_full(self, data: bytes) -> Callable[[], None]:
+        """As `prepare`, for a full resync message."""
+        header, state = read_full_state(data)
+        self._check_tensors({n: (t, shape) for n, t, shape in self._pair(state)}, "weight")
+
+        def commit() -> None:
+            self._commit(lambda name: self.weights.set_(name, state[name]), header["fingerprint"])
+            self.run_id, self.version = header["run_id"], header["version"]
+
+        return commit
 
     def _check_order(self, update: SketchUpdate) -> None:
         if not update.rounded:
@@ -203,7 +256,7 @@ class Replica:
             raise SyncError(f"update {update.version} at version {self.version} ({kind}): expected {self.version + 1}, or a full resync")
 
     def _pair(self, given: dict, all_of_them: bool = True):
-        ours = self.weights.modules
+        ours = self.weights.shapes
         unknown, missing = sorted(set(given) - set(ours)), sorted(set(ours) - set(given)) if all_of_them else []
         if unknown or missing:
             raise SyncError(f"layers differ: {len(unknown)} unknown here ({', '.join(unknown[:5])}), {len(missing)} missing ({', '.join(missing[:5])})")
@@ -220,17 +273,22 @@ class Replica:
 
     @torch.no_grad()
     def _commit(self, change, fingerprint: str) -> None:
-        """Change every layer; put all bits back on any failure (costs one copy of the target masters meanwhile)."""
+        """Change every layer and publish; put all bits back on any failure (costs one copy of the target masters meanwhile)."""
         kept: dict[str, torch.Tensor] = {}
+        published = False
         try:
-            for name in self.weights.modules:
+            for name in self.weights.shapes:
                 kept[name] = self.weights.master(name).clone()
                 change(name)
             if fingerprint and (ours := self.fingerprint()) != fingerprint:
                 raise SyncError(f"weights after the update have fingerprint {ours}, the sender's {fingerprint}: the copies had drifted; resync")
+            published = True
+            self.weights.publish()
         except BaseException:
             for name, W_DK in kept.items():
                 self.weights.set_(name, W_DK)
+            if published:
+                self.weights.publish()
             raise
 
 

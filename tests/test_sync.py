@@ -9,7 +9,7 @@ from models import policy_loss, random_ids, real_llm, tiny_llama
 from safetensors.torch import load, save
 
 from logra_core import LoGRA, OptimConfig, Replica, SketchConfig, SketchUpdate, SyncError, full_state_bytes
-from logra_core.sync import Weights
+from logra_core.sync import Masters, Weights
 
 TARGETS = SketchConfig().targets
 
@@ -208,3 +208,45 @@ def test_fingerprint_sees_one_bit():
     assert replica.fingerprint() != before
     weight.view(torch.int32)[3, 3] ^= 1
     assert replica.fingerprint() == before
+
+
+class Published(Masters):
+    """Masters whose publication can be told to fail, and which keeps what was published last."""
+
+    def __init__(self, masters):
+        super().__init__(masters)
+        self.fail, self.shown = False, None
+
+    def publish(self):
+        if self.fail:
+            self.fail = False
+            raise RuntimeError("the engine refused the weights")
+        self.shown = self.fingerprint()
+
+
+def test_masters_without_modules_follow_and_a_failed_publication_puts_everything_back():
+    trainer, model_replica = pair()
+    masters = Published({n: t.weight.detach().clone() for n, t in trainer.targets.items()})
+    replica = Replica(masters)
+    for t in range(3):
+        data = update(trainer, t)
+        replica.apply(data)
+        model_replica.apply(data)
+        assert replica.fingerprint() == model_replica.fingerprint() == trainer.weights.fingerprint() == masters.shown
+    before, data, masters.fail = masters.shown, update(trainer, 3), True
+    with pytest.raises(RuntimeError, match="refused the weights"):
+        replica.apply(data)
+    assert replica.fingerprint() == before == masters.shown and replica.version == 3
+    replica.apply(data)  # the same message goes through when the engine takes it
+    assert masters.shown == trainer.weights.fingerprint() and replica.version == 4
+
+
+def test_a_prepared_message_changes_nothing_until_committed_and_commits_once():
+    trainer, replica = pair()
+    before = replica.fingerprint()
+    commit = replica.prepare(update(trainer, 0))
+    assert replica.fingerprint() == before and replica.version == 0
+    commit()
+    assert replica.fingerprint() == trainer.weights.fingerprint() and replica.version == 1
+    with pytest.raises(SyncError, match="repeated"):
+        commit()
