@@ -61,7 +61,7 @@ class Rollouts:
             raise ValueError(f"Rollouts: lists of different lengths {sorted(sizes)}")
         for i, (ids, logp) in enumerate(zip(self.response_ids, self.logprobs)):
             if len(ids) == 0 or len(ids) != len(logp):
-                raise ValueError(f"Rollouts: response {i} has {len(ids)} tokens and {len(logp)} log-probs; expected as many, 1 or more")
+                raise ValueError(f"Rollouts: response {i} has {len(ids)} tokens and {len(logp)} log-probs; at least 1, and as many of each")
 
     def __len__(self) -> int:
         return len(self.prompt_ids)
@@ -87,7 +87,7 @@ class Rollouts:
         if len(self) == 0:
             raise ValueError("Rollouts.padded: no rollouts")
         if not 0 <= skip < min(len(p) for p in self.prompt_ids):
-            raise ValueError(f"Rollouts.padded: skip = {skip}; the shortest prompt has {min(map(len, self.prompt_ids))} tokens")
+            raise ValueError(f"Rollouts.padded: skip = {skip}; the shortest prompt has {min(len(p) for p in self.prompt_ids)} tokens, one must stay")
         width_P = max(len(p) for p in self.prompt_ids) - skip
         width_R = max(len(r) for r in self.response_ids)
         shape = (len(self), width_P + width_R)
@@ -102,6 +102,32 @@ class Rollouts:
             response_mask[i, width_P:last] = True
             logprobs[i, width_P:last] = logp
         return {"input_ids": input_ids, "attention_mask": attention_mask, "response_mask": response_mask, "rollout_logprobs": logprobs}
+
+
+def end_ids(generation_config, tokenizer) -> tuple[int, ...]:
+    """End-of-sequence tokens: the generation config's (or None), and the tokenizer's."""
+    ends = getattr(generation_config, "eos_token_id", None)
+    ends = [ends] if isinstance(ends, int) else list(ends or [])
+    if tokenizer.eos_token_id is not None and tokenizer.eos_token_id not in ends:
+        ends.append(tokenizer.eos_token_id)
+    if not ends:
+        raise ValueError("neither the model's generation config nor the tokenizer names an end-of-sequence token")
+    return tuple(ends)
+
+
+def check_request(prompts: list[list[int]], sampling: SamplingConfig, seed: int, vocabulary: int, room: int | None) -> None:
+    """What every engine asks of `generate`; room: tokens of prompt and response together. Raises ValueError or TypeError."""
+    if not isinstance(sampling, SamplingConfig):
+        raise TypeError(f"generate: sampling is a {type(sampling).__name__}; expected SamplingConfig")
+    if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**63:
+        raise ValueError(f"generate: seed = {seed!r}; allowed is an integer in 0 <= seed < 2**63")
+    if not prompts:
+        raise ValueError("generate: no prompts")
+    for i, p in enumerate(prompts):
+        if isinstance(p, str) or len(p) == 0 or not all(isinstance(t, int) and 0 <= t < vocabulary for t in p):
+            raise ValueError(f"generate: prompt {i} must be a non-empty list of token ids in 0 <= id < {vocabulary}; got {str(p)[:60]!r}")
+        if room is not None and len(p) + sampling.max_tokens > room:
+            raise ValueError(f"generate: prompt {i} has {len(p)} tokens; with max_tokens {sampling.max_tokens} it exceeds the model's {room}")
 
 
 class RolloutEngine(Protocol):
@@ -133,7 +159,7 @@ class _Recorder:
         norm = torch.logsumexp(scores, dim=-1)
         if not torch.isfinite(norm).all():
             rows = (~torch.isfinite(norm)).nonzero().flatten().tolist()
-            raise RolloutError(f"logits are not finite at generated token {len(self.columns)}, batch rows {rows[:8]}")
+            raise RolloutError(f"logits are not finite at generated token {len(self.columns)} of batch rows {rows[:8]}; nothing was sampled")
         self._scores, self._norm = scores, norm
         return scores
 
@@ -156,14 +182,8 @@ class TransformersRollout:
         if batch_rows < 1:
             raise ValueError(f"TransformersRollout: batch_rows = {batch_rows}; allowed is >= 1")
         self.model, self.tokenizer, self.batch_rows = model.eval().requires_grad_(False), tokenizer, batch_rows
-        own = getattr(model, "generation_config", None)
-        ends = getattr(own, "eos_token_id", None)
-        ends = [ends] if isinstance(ends, int) else list(ends or [])
-        if tokenizer.eos_token_id is not None and tokenizer.eos_token_id not in ends:
-            ends.append(tokenizer.eos_token_id)
-        if not ends:
-            raise ValueError("TransformersRollout: neither the model's generation config nor the tokenizer names an end-of-sequence token")
-        self.eos_ids = tuple(ends)
+        ends = end_ids(getattr(model, "generation_config", None), tokenizer)
+        self.eos_ids = ends
         self.pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else ends[0]
         # generate() fills unset options from the model's own generation config (top_k, repetition_penalty, ...): they would bend the
         # sampling distribution behind our back, so the copy gets an empty one.
@@ -251,21 +271,9 @@ class TransformersRollout:
     def _check(self, prompts, sampling, seed, expected_version) -> None:
         if self.model is None:
             raise RolloutError("the engine was closed")
-        if not isinstance(sampling, SamplingConfig):
-            raise TypeError(f"generate: sampling is a {type(sampling).__name__}; expected SamplingConfig")
-        if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**63:
-            raise ValueError(f"generate: seed = {seed!r}; allowed is an integer in 0 <= seed < 2**63")
-        if not prompts:
-            raise ValueError("generate: no prompts")
-        vocabulary = self.model.get_input_embeddings().num_embeddings
-        room = getattr(self.model.config, "max_position_embeddings", None)
-        for i, p in enumerate(prompts):
-            if isinstance(p, str) or len(p) == 0 or not all(isinstance(t, int) and 0 <= t < vocabulary for t in p):
-                raise ValueError(f"generate: prompt {i} must be a non-empty list of ids, 0 <= id < {vocabulary}; got {str(p)[:60]!r}")
-            if room is not None and len(p) + sampling.max_tokens > room:
-                raise ValueError(f"generate: prompt {i} has {len(p)} tokens; max_tokens {sampling.max_tokens} exceeds the model's {room}")
+        check_request(prompts, sampling, seed, self.model.get_input_embeddings().num_embeddings, getattr(self.model.config, "max_position_embeddings", None))
         if expected_version is not None and expected_version != self.version:
-            raise SyncError(f"the engine is at version {self.version}, the trainer expects {expected_version}: an update was missed")
+            raise SyncError(f"the rollout engine is at version {self.version}, the trainer expects {expected_version}: an update was missed")
 
 
 def make_engine(cfg: TrainConfig, run_id: str | None = None) -> RolloutEngine:
@@ -276,5 +284,8 @@ def make_engine(cfg: TrainConfig, run_id: str | None = None) -> RolloutEngine:
         model, tokenizer = load_policy(cfg.model or None)
         return TransformersRollout(model, tokenizer, cfg.sketch.targets, run_id=run_id)
     if cfg.engine == "vllm":
-        raise ImportError('engine "vllm": logra_core.vllm_backend is missing in this installation; use engine "transformers"')
+        from .policy import embedded_policy
+        from .rollout_vllm import VLLMRollout
+
+        return VLLMRollout(cfg.model or embedded_policy())
     raise ConfigError(f"engine = {cfg.engine!r}: allowed is transformers, vllm")

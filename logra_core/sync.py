@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import torch
@@ -142,13 +142,24 @@ class Masters:
         self.master(name).copy_(W_DK)
         self.write_back(name)
 
-    def fingerprint(self) -> str:
-        """128-bit digest (hex) of names and master bits: equal exactly when the policies are."""
-        digest = xxhash.xxh3_128()
-        for name in sorted(self.shapes):
-            digest.update(name.encode())
-            digest.update(self.master(name).cpu().contiguous().numpy())
-        return digest.hexdigest()
+    def fingerprint(self, dtype: torch.dtype | None = None) -> str:
+        """128-bit digest (hex) of names and master bits: equal exactly when the policies are. With `dtype`: of the masters rounded to it."""
+        names = sorted(self.shapes)
+        return weight_fingerprint((n, self.master(n) if dtype is None else canonical(self.master(n).to(dtype))) for n in names)
+
+
+def canonical(W_DK: torch.Tensor) -> torch.Tensor:
+    """−0 and subnormals as +0: a weight read back through a matrix product cannot tell them apart."""
+    return torch.where(W_DK.abs() < torch.finfo(torch.float32).tiny, 0, W_DK)
+
+
+def weight_fingerprint(items: Iterable[tuple[str, torch.Tensor]]) -> str:
+    """Digest of names and of values as fp32, in the order given."""
+    digest = xxhash.xxh3_128()
+    for name, W_DK in items:
+        digest.update(name.encode())
+        digest.update(W_DK.detach().float().cpu().contiguous().numpy())
+    return digest.hexdigest()
 
 
 class Weights(Masters):
@@ -175,6 +186,15 @@ def full_state_bytes(weights: Masters, run_id: str, version: int) -> bytes:
     """The full resync message: every target's fp32 master [D, K], run and version."""
     header = {"format": FORMAT, "kind": "full", "run_id": run_id, "version": version, "fingerprint": weights.fingerprint()}
     return _pack(header, {f"W.{n}": weights.master(n) for n in weights.shapes})
+
+
+def message_header(data: bytes) -> dict:
+    """Header of a message of either kind, with nothing checked beyond its form. Raises SyncError if it has none."""
+    try:
+        length = int.from_bytes(data[:8], "little")
+        return json.loads(json.loads(bytes(data[8 : 8 + length]))["__metadata__"]["logra"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise SyncError(f"not a LoGRA message ({len(data)} bytes): {error}") from error
 
 
 def read_full_state(data: bytes) -> tuple[dict, dict[str, torch.Tensor]]:
@@ -237,7 +257,10 @@ class Replica:
 
     def prepare_full(self, data: bytes) -> Callable[[], None]:
         """As `prepare`, for a full resync message."""
-        header, state = read_full_state(data)
+        return self.prepare_state(*read_full_state(data))
+
+    def prepare_state(self, header: dict, state: dict[str, torch.Tensor]) -> Callable[[], None]:
+        """As `prepare_full`, for a message read already."""
         self._check_tensors({n: (t, shape) for n, t, shape in self._pair(state)}, "weight")
 
         def commit() -> None:

@@ -1,0 +1,158 @@
+"""Rollouts from vLLM: the engine of `RolloutEngine` that follows the trainer through the `logra` weight-transfer backend.
+
+Belongs here: `VLLMRollout` and what makes its results a function of (weights, prompts, sampling, seed) alone. Importing this file needs
+no vLLM; constructing the engine does, and says so. How weights get in is vllm_backend.py and vllm_sender.py.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .config import SamplingConfig
+from .rollout import RolloutError, Rollouts, check_request, end_ids
+from .sync import SketchUpdate, SyncError
+
+MAX_SEED = 2**63 - 1
+
+
+class VLLMRollout:
+    """An in-process vLLM with its own copy of the policy, served in bfloat16; its worker keeps fp32 masters of the target layers.
+
+    path: folder of a plain checkpoint. tokenizer: decodes the responses (None: the one in `path`). max_model_len: tokens of prompt and response together (None: the
+    model's own limit). kv_cache_gib: memory for keys and values. max_num_seqs: requests that run together. options: further arguments of
+    `vllm.LLM`. On a CPU the model runs eagerly (nothing is compiled at start; at this size it is no slower).
+    """
+
+    def __init__(
+        self, path: str | Path, tokenizer=None, max_model_len: int | None = None, kv_cache_gib: float = 1.0, max_num_seqs: int = 64, **options: Any
+    ) -> None:
+        try:
+            os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+            import vllm
+
+            from .vllm_plugin import register
+            from .vllm_sender import LLMClient, LoGRASender, SenderInfo
+        except ImportError as error:
+            raise ImportError(f'engine "vllm" needs vLLM, which cannot be imported here ({error}); install it or use engine "transformers"') from error
+        register()  # for a source tree that was never installed; the worker processes need the entry point
+        settings = {
+            "dtype": "bfloat16", "logprobs_mode": "processed_logprobs", "generation_config": "vllm", "max_model_len": max_model_len,
+            "kv_cache_memory_bytes": int(kv_cache_gib * 2**30), "max_num_seqs": max_num_seqs, "seed": 0, "disable_log_stats": True,
+            "weight_transfer_config": {"backend": "logra"}, "worker_extension_cls": "logra_core.vllm_backend.WorkerExtension",
+            "enforce_eager": not torch.cuda.is_available(),
+        }  # fmt: skip
+        from transformers import AutoTokenizer
+
+        self.llm = vllm.LLM(model=str(path), **(settings | options))
+        self.tokenizer = AutoTokenizer.from_pretrained(str(path)) if tokenizer is None else tokenizer
+        hf = self.llm.model_config.hf_config
+        self.eos_ids = end_ids(_generation_config(path), self.tokenizer)
+        self.vocabulary, self.room = hf.vocab_size, self.llm.model_config.max_model_len
+        self.sender = LoGRASender.trainer_init(SenderInfo(rank=0), client=LLMClient(self.llm))
+        self._params = vllm.SamplingParams
+
+    @property
+    def version(self) -> int:
+        return self._status(False)["version"]
+
+    def sync(self, update: bytes | SketchUpdate) -> None:
+        """Commit the update that leads from `version` to `version + 1`; anything else raises `SyncError` and changes nothing."""
+        self._open()
+        self.sender.send_weights(update.to_bytes() if isinstance(update, SketchUpdate) else bytes(update))
+
+    def resync(self, payload: bytes) -> None:
+        """Replace the target weights by a full state (`sync.full_state_bytes`)."""
+        self._open()
+        self.sender.send_weights(payload)
+
+    def fingerprint(self) -> str:
+        """Of the fp32 masters in the worker ("" before the first resync); what is served was compared with them at the last commit."""
+        return self._status(True).get("fingerprint", "")
+
+    def close(self) -> None:
+        """Stop the engine's process."""
+        if self.llm is not None:
+            self.llm.llm_engine.engine_core.shutdown()
+            self.llm = None
+
+    def generate(self, prompts: list[list[int]], sampling: SamplingConfig, seed: int, expected_version: int | None = None) -> Rollouts:
+        """One response per prompt: a function of (weights, prompts, sampling, seed) alone, on one machine and thread count.
+
+        Raises as `TransformersRollout.generate`; also RolloutError if a response was not made by the current version alone.
+        """
+        self._open()
+        check_request(prompts, sampling, seed, self.vocabulary, self.room)
+        status = self._status(False)
+        if expected_version is not None and expected_version != status["version"]:
+            raise SyncError(f"the rollout engine is at version {status['version']}, the trainer expects {expected_version}: an update was missed")
+        if not status["consistent"]:
+            raise SyncError("the engine may serve a mixture of versions since a failed roll back: send a full resync")
+        results = self._run(prompts, [self._sampling(sampling, seed, i) for i in range(len(prompts))])
+        label = f"{status['run_id']}:{status['version']}" if status["run_id"] else "default"
+        return self._collect(prompts, results, status["version"], label)
+
+    def _run(self, prompts: list[list[int]], params: list) -> list:
+        # Requests reach the engine one by one; it is held until all are there, so that batches do not depend on timing. An empty cache does
+        # the rest: a cached prefix changes the order of additions, and with it the last bits.
+        llm = self.llm
+        if llm.llm_engine.is_sleeping():
+            raise RolloutError("the engine sleeps: wake it before a rollout")
+        if not llm.reset_prefix_cache():
+            raise RolloutError("prefix cache not reset: requests of somebody else are running")
+        llm.sleep(level=0)
+        try:
+            llm.enqueue([{"prompt_token_ids": list(p)} for p in prompts], params, use_tqdm=False)
+        finally:
+            llm.wake_up(tags=["scheduling"])
+        return llm.wait_for_completion(use_tqdm=False)
+
+    def _sampling(self, sampling: SamplingConfig, seed: int, row: int):
+        own = None if sampling.temperature == 0 else (seed + row * 0x9E3779B97F4A7C15) % MAX_SEED  # a stream of its own for each request
+        return self._params(
+            max_tokens=sampling.max_tokens, temperature=float(sampling.temperature), top_p=float(sampling.top_p), top_k=0, seed=own,
+            logprobs=0, detokenize=False, stop_token_ids=list(self.eos_ids),
+        )  # fmt: skip
+
+    def _collect(self, prompts: list[list[int]], results: list, version: int, label: str) -> Rollouts:
+        if len(results) != len(prompts):
+            raise RolloutError(f"vLLM answered {len(results)} of {len(prompts)} requests")
+        ids, logprobs, reasons = [], [], []
+        for prompt, result in zip(prompts, results, strict=True):
+            (out,) = result.outputs
+            if list(result.prompt_token_ids) != list(prompt):
+                raise RolloutError("vLLM returned its answers in another order")
+            if out.finish_reason not in ("stop", "length"):
+                raise RolloutError(f"a response ended with {out.finish_reason!r}; expected stop or length")
+            if spans := [s for s in out.weight_versions or [] if s.version != label]:
+                raise RolloutError(f"a response was made by weights {spans[0].version}, the engine is at {label}")
+            ids.append(torch.tensor(list(out.token_ids), dtype=torch.int64))
+            logprobs.append(torch.tensor([step[t].logprob for step, t in zip(out.logprobs, out.token_ids, strict=True)], dtype=torch.float32))
+            reasons.append(out.finish_reason)
+        if bad := [i for i, logp in enumerate(logprobs) if not torch.isfinite(logp).all()]:
+            raise RolloutError(f"log-probs of responses {bad[:8]} are not finite")
+        texts = self.tokenizer.batch_decode([i.tolist() for i in ids], skip_special_tokens=True)
+        return Rollouts([torch.tensor(list(p), dtype=torch.int64) for p in prompts], ids, logprobs, reasons, texts, version)
+
+    def _status(self, digests: bool) -> dict[str, Any]:
+        self._open()
+        first, *others = self.sender.client.status(digests)
+        if differ := [o for o in others if o != first]:
+            raise SyncError(f"workers differ: {first} and {differ[0]}")
+        return first
+
+    def _open(self) -> None:
+        if self.llm is None:
+            raise RolloutError("the engine was closed")
+
+
+def _generation_config(path: str | Path):
+    from transformers import GenerationConfig
+
+    try:
+        return GenerationConfig.from_pretrained(str(path))
+    except OSError:
+        return None

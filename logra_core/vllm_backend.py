@@ -1,0 +1,267 @@
+"""The `logra` weight-transfer backend of vLLM: sketch updates go into a running engine, exactly and whole or not at all.
+
+Belongs here: what runs inside each vLLM worker (`LoGRAEngine`) and the version guard. The trainer's side is in vllm_sender.py, rollouts
+are in rollout_vllm.py, the entry point in vllm_plugin.py.
+
+What a worker serves is round(master), bit for bit. It keeps the fp32 masters of the target layers itself, because a 16-bit weight
+would swallow most small updates. State per target parameter and worker: 4 bytes of master beside the 2 bytes served; while an update
+commits, another 4 bytes (the copy to roll back to). Where vLLM packs weights (CPU) they go in through its layerwise reload.
+"""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import vllm
+
+from .sync import Masters, Replica, SyncError, canonical, read_full_state, weight_fingerprint
+
+KNOWN = ("0.32",)
+if ".".join(vllm.__version__.split(".")[:2]) not in KNOWN:
+    raise ImportError(f"logra_core.vllm_backend knows vLLM {', '.join(v + '.x' for v in KNOWN)}; installed is {vllm.__version__}")
+
+from vllm.distributed.weight_transfer.base import (  # noqa: E402  (after the guard)
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod  # noqa: E402
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload  # noqa: E402
+
+KINDS = ("update", "full", "abort")
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a layer of the trainer is in the served model: `rows` of the weight of `module` (at `path`), which holds `parts`."""
+
+    module: torch.nn.Module
+    path: str
+    rows: slice
+    shape: tuple[int, int]
+    parts: tuple[str, ...]
+
+
+def locate(model: torch.nn.Module, names: list[str]) -> dict[str, Place]:
+    """The place of every trainer layer; fused ones (qkv, gate and up) by the model's own `packed_modules_mapping`.
+
+    Raises:
+        SyncError: naming each layer that is not there or is not a plain linear layer (quantised, wrapped, tied).
+    """
+    modules, packed = dict(model.named_modules()), getattr(model, "packed_modules_mapping", {}) or {}
+    places, problems = {}, []
+    for name in names:
+        prefix, _, last = name.rpartition(".")
+        fused, parts = next(((f, p) for f, p in packed.items() if last in p), (last, [last]))
+        path = f"{prefix}.{fused}"
+        module = modules.get(path)
+        if not isinstance(module, LinearBase) or type(module.quant_method) is not UnquantizedLinearMethod:
+            method = type(getattr(module, "quant_method", None)).__name__
+            problems.append(f"{name} ({'not there' if module is None else f'{path} is {type(module).__name__} with {method}'})")
+            continue
+        sizes = list(getattr(module, "output_sizes", [module.output_size]))
+        if len(sizes) != len(parts):
+            problems.append(f"{name} ({path} has {len(sizes)} parts, expected {', '.join(parts)})")
+            continue
+        at = parts.index(last)
+        rows = slice(sum(sizes[:at]), sum(sizes[: at + 1]))
+        places[name] = Place(module, path, rows, (sizes[at], module.input_size), tuple(f"{prefix}.{p}" for p in parts))
+    if problems:
+        raise SyncError(f"this vLLM cannot take {len(problems)} of {len(names)} layers: {'; '.join(problems[:5])}")
+    return places
+
+
+class ServedMasters(Masters):
+    """fp32 masters of `names`, and the model that serves them rounded. They start as what is served now."""
+
+    def __init__(self, model: torch.nn.Module, model_config: Any, names: list[str]) -> None:
+        self.model, self.model_config, self.dtype = model, model_config, model_config.dtype
+        self.places = locate(model, names)
+        self.consistent = True
+        super().__init__({n: self.served(n).float() for n in names})
+
+    @torch.no_grad()
+    def whole(self, module: torch.nn.Module) -> torch.Tensor:
+        """The weight [D, K] that `module` multiplies by: as stored, or where only a packed form is left, its product with one-hot inputs."""
+        if module.weight.numel():
+            return module.weight.detach()
+        eye_KK = torch.eye(module.input_size, dtype=self.dtype, device=module.weight.device)
+        return module.quant_method.apply(module, eye_KK, None).T.contiguous()
+
+    def served(self, name: str) -> torch.Tensor:
+        """What is served for `name` [D, K] in the model's dtype."""
+        place = self.places[name]
+        return self.whole(place.module)[place.rows].clone()
+
+    @torch.no_grad()
+    def publish(self) -> None:
+        """Serve round(master) of every layer and read it back.
+
+        Raises:
+            SyncError: what is served is not what was loaded. `consistent` stays false until a later publication succeeds.
+        """
+        self.consistent = False
+        by_module: dict[str, list[str]] = {}
+        for name, place in self.places.items():
+            by_module.setdefault(place.path, []).append(name)
+        for names in by_module.values():
+            self._load(self.places[names[0]])
+        wrong = []
+        for names in by_module.values():
+            whole = self.whole(self.places[names[0]].module)
+            wrong += [n for n in names if not torch.equal(canonical(whole[self.places[n].rows]), canonical(self.master(n).to(self.dtype)))]
+        if wrong:
+            raise SyncError(f"served weights of {', '.join(wrong[:5])} are not the masters rounded to {self.dtype}")
+        self.consistent = True
+
+    def _load(self, place: Place) -> None:
+        # A fused layer is loaded whole: parts that do not train go in again as they are.
+        frozen = {} if all(p in self.masters for p in place.parts) else locate(self.model, list(place.parts))
+        whole = self.whole(place.module) if frozen else None
+        weights = [(p, self.master(p).to(self.dtype) if p in self.masters else whole[frozen[p].rows].clone()) for p in place.parts]
+        initialize_layerwise_reload(place.module)
+        try:
+            self.model.load_weights([(f"{n}.weight", w) for n, w in weights])
+        finally:
+            finalize_layerwise_reload(place.module, self.model_config)
+
+    def served_fingerprint(self) -> str:
+        """Digest of the served weights; the trainer's is `Masters.fingerprint(dtype)`."""
+        return weight_fingerprint((n, canonical(self.served(n))) for n in sorted(self.masters))
+
+
+@dataclass
+class InitInfo(WeightTransferInitInfo):
+    """Nothing to agree on: messages carry all they need."""
+
+
+@dataclass
+class UpdateInfo(WeightTransferUpdateInfo):
+    """One message. kind: update (SketchUpdate.to_bytes), full (full_state_bytes) or abort (drop what is staged, end the session).
+
+    payload: the bytes, or their base64 for JSON; path: instead, a file that holds them and that the worker can read.
+    """
+
+    kind: str
+    payload: bytes | str | None = None
+    path: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise ValueError(f"kind = {self.kind!r}: allowed is one of {', '.join(KINDS)}")
+        if (self.payload is None) == (self.path is None) and self.kind != "abort":
+            raise ValueError("a message needs either payload or path")
+
+    def data(self) -> bytes:
+        if self.path is not None:
+            return Path(self.path).read_bytes()
+        return base64.b64decode(self.payload, validate=True) if isinstance(self.payload, str) else bytes(self.payload)
+
+
+class LoGRAEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
+    """Worker side. `update_weights` checks a message and stages it, `finish_weight_update` commits it; any refusal leaves all as it was."""
+
+    init_info_cls, update_info_cls = InitInfo, UpdateInfo
+    supports_draft_weight_update = False
+
+    def __init__(self, config, vllm_config, device, model) -> None:
+        super().__init__(config, vllm_config, device, model)
+        parallel = vllm_config.parallel_config
+        for what, value in (("tensor", parallel.tensor_parallel_size), ("pipeline", parallel.pipeline_parallel_size)):
+            if value != 1:
+                raise ValueError(f"{what}_parallel_size = {value}: the backend 'logra' serves whole layers only, allowed is 1")
+        if vllm_config.lora_config is not None:
+            raise ValueError("enable_lora: the backend 'logra' updates the weights themselves and knows no LoRA layers")
+        self.replica: Replica | None = None
+        self.staged: Callable[[], None] | None = None
+        self._frozen: dict[str, int] = {}
+
+    def init_transfer_engine(self, init_info: InitInfo) -> None:
+        self.staged = None
+
+    def start_weight_update(self) -> None:
+        self.staged = None
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        self.receive_weights(self.parse_update_info(update_info))  # the base class also waits for an accelerator, which a CPU has not
+
+    def receive_weights(self, update_info: UpdateInfo) -> None:
+        """Check a message against what is served now, and keep it for `finish_weight_update`. Changes nothing."""
+        already, self.staged = self.staged is not None, None
+        if update_info.kind == "abort":
+            raise SyncError("session ended on request; nothing was changed")
+        if already:
+            raise SyncError("a second message in one session: finish the first, or start again")
+        try:
+            data = update_info.data()
+        except (OSError, ValueError) as error:
+            raise SyncError(f"message cannot be read: {error}") from error
+        self.staged = self._full(data) if update_info.kind == "full" else self._update(data)
+
+    def finish_weight_update(self) -> None:
+        commit, self.staged = self.staged, None
+        if commit is None:
+            raise SyncError("nothing to finish: no message arrived in this session")
+        commit()
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize()
+
+    def shutdown(self) -> None:
+        self.staged = None
+
+    def status(self, digests: bool = True) -> dict[str, Any]:
+        """run_id, version and layers; with `digests` the fingerprints of the masters and of the weights as served."""
+        r = self.replica
+        found = {"run_id": r and r.run_id, "version": r.version if r else 0, "layers": len(r.weights.masters) if r else 0}
+        found["consistent"] = r is None or r.weights.consistent
+        if digests and r:
+            found |= {"fingerprint": r.fingerprint(), "served": r.weights.served_fingerprint()}
+        return found
+
+    def _update(self, data: bytes) -> Callable[[], None]:
+        if self.replica is None:
+            raise SyncError("this engine has no fp32 masters yet: send a full resync first")
+        if not self.replica.weights.consistent:
+            raise SyncError("an earlier failure could not be rolled back, so what is served is unknown: send a full resync")
+        self._check_frozen()
+        return self.replica.prepare(data)
+
+    def _full(self, data: bytes) -> Callable[[], None]:
+        header, state = read_full_state(data)
+        replica = self.replica
+        if replica is None or set(replica.weights.masters) != set(state):
+            places = locate(self.model, list(state))
+            if wrong := [f"{n}: {list(t.shape)}, expected {list(places[n].shape)}" for n, t in state.items() if tuple(t.shape) != places[n].shape]:
+                raise SyncError("weight of the wrong shape: " + "; ".join(wrong[:5]))
+            replica = Replica(ServedMasters(self.model, self.model_config, list(state)))
+        if self._frozen:
+            self._check_frozen()
+        inner = replica.prepare_state(header, state)
+
+        def commit() -> None:
+            inner()
+            self.replica = replica
+            self._frozen = self._frozen or self._sum_frozen()
+
+        return commit
+
+    def _sum_frozen(self) -> dict[str, int]:
+        trained = {f"{p.path}.weight" for p in self.replica.weights.places.values()}
+        return {n: int(torch.hash_tensor(p.detach())) for n, p in self.model.named_parameters() if n not in trained and p.numel()}
+
+    def _check_frozen(self) -> None:
+        """Embeddings and norms are in no message: if they changed (sleep level 2 discards them), no message can make this engine right."""
+        if changed := [n for n, value in self._sum_frozen().items() if self._frozen.get(n, value) != value]:
+            raise SyncError(f"weights that do not train have changed in the engine ({', '.join(changed[:5])}): start it again")
+
+
+class WorkerExtension:
+    """For `worker_extension_cls`: adds one method to vLLM's worker, callable by name over `collective_rpc`."""
+
+    def logra_status(self, digests: str | bool = True) -> dict[str, Any]:
+        return self.weight_transfer_engine.status(digests not in (False, "false"))

@@ -1,0 +1,187 @@
+"""The trainer's side of the `logra` backend: `LoGRASender` sends a message as one session and sees it committed.
+
+Belongs here: the sender on vLLM's own base class, and the clients that carry its calls to an in-process `LLM` (`LLMClient`) or to a
+server's RL routes (`HTTPClient`). What the worker does with a message is in vllm_backend.py.
+"""
+
+from __future__ import annotations
+
+import base64
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from .sync import SyncError, message_header
+from .vllm_backend import KNOWN  # noqa: F401  (its version guard comes first)
+
+from vllm.distributed.weight_transfer.base import TrainerInitInfo, TrainerWeightTransferEngine  # noqa: E402
+from vllm.distributed.weight_transfer.clients import HTTPVLLMWeightSyncClient  # noqa: E402
+
+if TYPE_CHECKING:
+    import vllm
+
+
+class LLMClient:
+    """vLLM's weight-sync client protocol, and what LoGRA needs besides, for an in-process `LLM`."""
+
+    binary = True
+
+    def __init__(self, llm: vllm.LLM) -> None:
+        self.llm = llm
+
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        self.llm.init_weight_transfer_engine({"init_info": init_info})
+
+    def start_weight_update(self) -> None:
+        self.llm.start_weight_update()
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        self.llm.update_weights({"update_info": update_info})
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        self.llm.finish_weight_update(weight_version)
+
+    def asleep(self) -> bool:
+        return self.llm.llm_engine.is_sleeping()
+
+    def pause(self) -> None:
+        """Nothing runs between the calls of an in-process engine."""
+
+    def resume(self) -> None:
+        pass
+
+    def reset_prefix_cache(self) -> bool:
+        return self.llm.reset_prefix_cache()
+
+    def status(self, digests: bool = True) -> list[dict[str, Any]]:
+        """One dict a worker (`LoGRAEngine.status`); needs `worker_extension_cls`."""
+        return self.llm.collective_rpc("logra_status", args=(digests,))
+
+
+class HTTPClient(HTTPVLLMWeightSyncClient):
+    """vLLM's own HTTP client with the server's error texts, and the routes for pausing, sleeping and caches (VLLM_SERVER_DEV_MODE=1).
+
+    pause_mode: of requests in flight; wait lets them end on the old weights, abort ends them, keep lets them span versions (and see keys
+    and values of the old weights), which the responses' `weight_versions` show.
+    """
+
+    binary = False
+
+    def __init__(self, base_url: str, timeout: float = 300, pause_mode: str = "wait") -> None:
+        super().__init__(base_url, timeout)
+        self.pause_mode = pause_mode
+
+    def _call(self, method: str, path: str, json: dict[str, Any] | None = None) -> dict[str, Any]:
+        import requests
+
+        response = requests.request(method, f"{self.base_url}/{path}", json=json, timeout=self.timeout)
+        if not response.ok:
+            raise SyncError(f"{path}: HTTP {response.status_code}: {response.text[:1000]}")
+        return response.json() if response.content else {}
+
+    def _post(self, path: str, json: dict[str, Any] | None = None) -> None:
+        self._call("POST", path, json)
+
+    def asleep(self) -> bool:
+        return self._call("GET", "is_sleeping")["is_sleeping"]
+
+    def pause(self) -> None:
+        self._post(f"pause?mode={self.pause_mode}")
+
+    def resume(self) -> None:
+        self._post("resume")
+
+    def reset_prefix_cache(self) -> bool:
+        return self._call("POST", "reset_prefix_cache")["success"]
+
+    def weight_version(self) -> str:
+        return self._call("GET", "weight_info")["weight_version"]
+
+    def status(self, digests: bool = True) -> list[dict[str, Any]]:
+        """One dict a worker (`LoGRAEngine.status`); needs `--worker-extension-cls`."""
+        return self._call("POST", "collective_rpc", {"method": "logra_status", "args": [str(digests).lower()]})["results"]
+
+
+@dataclass
+class SenderInfo(TrainerInitInfo):
+    """For `WeightTransferTrainerFactory.trainer_init`. spool: folder that the workers can read; full messages then go as a file."""
+
+    backend: ClassVar[str] = "logra"
+
+    spool: str | None = None
+
+
+class LoGRASender(TrainerWeightTransferEngine[SenderInfo]):
+    """Trainer side: one message is one session (start, update, finish, prefix cache); any failure ends it with `SyncError`."""
+
+    init_info_cls = SenderInfo
+
+    def __init__(self, *, client, source=None, is_sender: bool = True, spool: str | None = None) -> None:
+        if source is not None:
+            raise ValueError("the backend 'logra' takes no WeightSource: pass each message to send_weights")
+        super().__init__(client=client, source=None, is_sender=is_sender)
+        self.spool = spool
+
+    @classmethod
+    def trainer_init(cls, init_info: SenderInfo, *, client, source=None) -> LoGRASender:
+        sender = cls(client=client, source=source, is_sender=init_info.is_sender, spool=init_info.spool)
+        if sender.is_sender:
+            client.init_weight_transfer_engine({})
+        return sender
+
+    def send_weights(self, message: bytes) -> None:
+        """Send `SketchUpdate.to_bytes` or `full_state_bytes`, have it committed, and see old keys and values dropped.
+
+        Raises:
+            SyncError: refused, with the worker's own words; the engine serves what it served before. Or the prefix cache could not be
+                reset: the new weights are served, but prompts seen before would be answered from old ones; reset it before generating.
+        """
+        if not self.is_sender:
+            return
+        header = message_header(message)
+        client = self.client
+        if client.asleep():
+            raise SyncError("the engine sleeps or is paused: wake it before an update")
+        client.pause()
+        try:
+            self._session(header["kind"], message, f"{header['run_id']}:{header['version']}")
+            if not client.reset_prefix_cache():
+                raise SyncError("prefix cache not reset, requests hold its blocks: reset it before the next request")
+        finally:
+            client.resume()
+
+    def _session(self, kind: str, message: bytes, label: str) -> None:
+        client, path = self.client, None
+        try:
+            self._start()
+            info: dict[str, Any] = {"kind": kind}
+            if self.spool is not None and kind == "full":
+                path = Path(self.spool) / f"{label.replace(':', '-')}.full"
+                path.write_bytes(message)
+                info["path"] = str(path)
+            else:
+                info["payload"] = message if getattr(client, "binary", False) else base64.b64encode(message).decode()
+            client.update_weights(info)
+            client.finish_weight_update(label)
+        except Exception as error:
+            self.abort()
+            raise SyncError(f"vLLM refused the {kind} message {label}: {error}") from error
+        finally:
+            if path is not None:
+                path.unlink(missing_ok=True)
+
+    def _start(self) -> None:
+        try:
+            self.client.start_weight_update()
+        except Exception as error:
+            if "already" not in str(error):
+                raise
+            self.abort()  # a sender that died in the middle left its session open
+            self.client.start_weight_update()
+
+    def abort(self) -> None:
+        """End whatever session is open; nothing staged is kept."""
+        try:
+            self.client.update_weights({"kind": "abort"})
+        except Exception:  # the worker ends a session by raising, and raises as well when none is open
+            pass
