@@ -277,15 +277,17 @@ class TransformersRollout:
 
 
 def make_engine(cfg: TrainConfig, run_id: str | None = None) -> RolloutEngine:
-    """The engine named by `cfg.engine`, holding its own copy of `cfg.model` ("" is the embedded policy) at version 0."""
+    """The engine named by `cfg.engine`, holding its own copy of `cfg.model` ("" is the embedded policy) at version 0.
+
+    Raises ImportError where the engine's library is missing.
+    """
     if cfg.engine == "transformers":
         from .policy import load_policy
 
         model, tokenizer = load_policy(cfg.model or None)
         return TransformersRollout(model, tokenizer, cfg.sketch.targets, run_id=run_id)
     if cfg.engine == "vllm":
-        from .policy import embedded_policy
         from .rollout_vllm import VLLMRollout
 
-        return VLLMRollout(cfg.model or embedded_policy())
+        return VLLMRollout(cfg.model or None)
     raise ConfigError(f"engine = {cfg.engine!r}: allowed is transformers, vllm")

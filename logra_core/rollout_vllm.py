@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from .config import SamplingConfig
+from .policy import embedded_policy
 from .rollout import RolloutError, Rollouts, check_request, end_ids
 from .sync import SketchUpdate, SyncError
 
@@ -22,13 +23,13 @@ MAX_SEED = 2**63 - 1
 class VLLMRollout:
     """An in-process vLLM with its own copy of the policy, served in bfloat16; its worker keeps fp32 masters of the target layers.
 
-    path: folder of a plain checkpoint. tokenizer: decodes the responses (None: the one in `path`). max_model_len: tokens of prompt and response together (None: the
+    path: folder of a plain checkpoint (None: the embedded policy). tokenizer: decodes the responses (None: the one in `path`). max_model_len: tokens of prompt and response together (None: the
     model's own limit). kv_cache_gib: memory for keys and values. max_num_seqs: requests that run together. options: further arguments of
     `vllm.LLM`. On a CPU the model runs eagerly (nothing is compiled at start; at this size it is no slower).
     """
 
     def __init__(
-        self, path: str | Path, tokenizer=None, max_model_len: int | None = None, kv_cache_gib: float = 1.0, max_num_seqs: int = 64, **options: Any
+        self, path: str | Path | None = None, tokenizer=None, max_model_len: int | None = None, kv_cache_gib: float = 1.0, max_num_seqs: int = 64, **options: Any
     ) -> None:
         try:
             os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
@@ -47,10 +48,11 @@ class VLLMRollout:
         }  # fmt: skip
         from transformers import AutoTokenizer
 
+        path = embedded_policy() if path is None else path
         self.llm = vllm.LLM(model=str(path), **(settings | options))
         self.tokenizer = AutoTokenizer.from_pretrained(str(path)) if tokenizer is None else tokenizer
         hf = self.llm.model_config.hf_config
-        self.eos_ids = end_ids(_generation_config(path), self.tokenizer)
+        self.eos_ids = end_ids(_generation_config(path) or hf, self.tokenizer)
         self.vocabulary, self.room = hf.vocab_size, self.llm.model_config.max_model_len
         self.sender = LoGRASender.trainer_init(SenderInfo(rank=0), client=LLMClient(self.llm))
         self._params = vllm.SamplingParams
@@ -150,6 +152,7 @@ class VLLMRollout:
 
 
 def _generation_config(path: str | Path):
+    """As saved beside the model, or None."""
     from transformers import GenerationConfig
 
     try:

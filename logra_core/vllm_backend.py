@@ -25,7 +25,8 @@ KNOWN = ("0.32",)
 if ".".join(vllm.__version__.split(".")[:2]) not in KNOWN:
     raise ImportError(f"logra_core.vllm_backend knows vLLM {', '.join(v + '.x' for v in KNOWN)}; installed is {vllm.__version__}")
 
-from vllm.distributed.weight_transfer.base import (  # noqa: E402  (after the guard)
+from vllm.config import CompilationMode  # noqa: E402  (after the guard)
+from vllm.distributed.weight_transfer.base import (  # noqa: E402
     WeightTransferEngine,
     WeightTransferInitInfo,
     WeightTransferUpdateInfo,
@@ -177,6 +178,10 @@ class LoGRAEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
                 raise ValueError(f"{what}_parallel_size = {value}: the backend 'logra' serves whole layers only, allowed is 1")
         if vllm_config.lora_config is not None:
             raise ValueError("enable_lora: the backend 'logra' updates the weights themselves and knows no LoRA layers")
+        compiled = vllm_config.compilation_config.mode not in (None, CompilationMode.NONE)
+        if device.type == "cpu" and compiled:
+            # Packing makes new objects at every load, which a graph traced once may not see, and reading back would not notice.
+            raise ValueError("on a CPU the backend 'logra' serves an eager model only: set enforce_eager (--enforce-eager)")
         self.replica: Replica | None = None
         self.staged: Callable[[], None] | None = None
         self._frozen: dict[str, int] = {}

@@ -174,7 +174,7 @@ class LoGRASender(TrainerWeightTransferEngine[SenderInfo]):
         try:
             self.client.start_weight_update()
         except Exception as error:
-            if "already" not in str(error):
+            if "already active" not in str(error):
                 raise
             self.abort()  # a sender that died in the middle left its session open
             self.client.start_weight_update()
