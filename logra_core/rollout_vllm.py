@@ -59,7 +59,7 @@ class VLLMRollout:
 
     @property
     def version(self) -> int:
-        return self._status(False)["version"]
+        return self._status()["version"]
 
     def sync(self, update: bytes | SketchUpdate) -> None:
         """Commit the update that leads from `version` to `version + 1`; anything else raises `SyncError` and changes nothing."""
@@ -73,7 +73,7 @@ class VLLMRollout:
 
     def fingerprint(self) -> str:
         """Of the fp32 masters in the worker ("" before the first resync); what is served was compared with them at the last commit."""
-        return self._status(True).get("fingerprint", "")
+        return self._status("masters").get("fingerprint", "")
 
     def close(self) -> None:
         """Stop the engine's process."""
@@ -88,7 +88,7 @@ class VLLMRollout:
         """
         self._open()
         check_request(prompts, sampling, seed, self.vocabulary, self.room)
-        status = self._status(False)
+        status = self._status()
         if expected_version is not None and expected_version != status["version"]:
             raise SyncError(f"the rollout engine is at version {status['version']}, the trainer expects {expected_version}: an update was missed")
         if not status["consistent"]:
@@ -139,7 +139,7 @@ class VLLMRollout:
         texts = self.tokenizer.batch_decode([i.tolist() for i in ids], skip_special_tokens=True)
         return Rollouts([torch.tensor(list(p), dtype=torch.int64) for p in prompts], ids, logprobs, reasons, texts, version)
 
-    def _status(self, digests: bool) -> dict[str, Any]:
+    def _status(self, digests: str = "") -> dict[str, Any]:
         self._open()
         first, *others = self.sender.client.status(digests)
         if differ := [o for o in others if o != first]:

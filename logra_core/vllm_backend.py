@@ -84,7 +84,11 @@ class ServedMasters(Masters):
         self.model, self.model_config, self.dtype = model, model_config, model_config.dtype
         self.places = locate(model, names)
         self.consistent = True
-        super().__init__({n: self.served(n).float() for n in names})
+        served = self.served()  # copies: an fp32 model would otherwise share its weights with the masters
+        super().__init__({n: W_DK.to(torch.float32, copy=True) for n, W_DK in served.items()})
+        # A fused layer is loaded whole, so the parts of it that do not train are kept as they are (2 bytes a parameter).
+        others = locate(model, sorted({p for place in self.places.values() for p in place.parts if p not in self.masters}))
+        self.fixed = {n: self.whole(place.module)[place.rows].clone() for n, place in others.items()}
 
     @torch.no_grad()
     def whole(self, module: torch.nn.Module) -> torch.Tensor:
@@ -94,10 +98,19 @@ class ServedMasters(Masters):
         eye_KK = torch.eye(module.input_size, dtype=self.dtype, device=module.weight.device)
         return module.quant_method.apply(module, eye_KK, None).T.contiguous()
 
-    def served(self, name: str) -> torch.Tensor:
-        """What is served for `name` [D, K] in the model's dtype."""
-        place = self.places[name]
-        return self.whole(place.module)[place.rows].clone()
+    def served(self) -> dict[str, torch.Tensor]:
+        """name -> what is served [D, K], in the model's dtype."""
+        found = {}
+        for names in self._by_module():
+            whole = self.whole(self.places[names[0]].module)
+            found |= {n: whole[self.places[n].rows] for n in names}
+        return found
+
+    def _by_module(self) -> list[list[str]]:
+        groups: dict[str, list[str]] = {}
+        for name, place in self.places.items():
+            groups.setdefault(place.path, []).append(name)
+        return list(groups.values())
 
     @torch.no_grad()
     def publish(self) -> None:
@@ -107,24 +120,15 @@ class ServedMasters(Masters):
             SyncError: what is served is not what was loaded. `consistent` stays false until a later publication succeeds.
         """
         self.consistent = False
-        by_module: dict[str, list[str]] = {}
-        for name, place in self.places.items():
-            by_module.setdefault(place.path, []).append(name)
-        for names in by_module.values():
+        for names in self._by_module():
             self._load(self.places[names[0]])
-        wrong = []
-        for names in by_module.values():
-            whole = self.whole(self.places[names[0]].module)
-            wrong += [n for n in names if not torch.equal(canonical(whole[self.places[n].rows]), canonical(self.master(n).to(self.dtype)))]
-        if wrong:
+        served = self.served()
+        if wrong := [n for n in self.masters if not torch.equal(canonical(served[n]), canonical(self.master(n).to(self.dtype)))]:
             raise SyncError(f"served weights of {', '.join(wrong[:5])} are not the masters rounded to {self.dtype}")
         self.consistent = True
 
     def _load(self, place: Place) -> None:
-        # A fused layer is loaded whole: parts that do not train go in again as they are.
-        frozen = {} if all(p in self.masters for p in place.parts) else locate(self.model, list(place.parts))
-        whole = self.whole(place.module) if frozen else None
-        weights = [(p, self.master(p).to(self.dtype) if p in self.masters else whole[frozen[p].rows].clone()) for p in place.parts]
+        weights = [(p, self.master(p).to(self.dtype) if p in self.masters else self.fixed[p]) for p in place.parts]
         initialize_layerwise_reload(place.module)
         try:
             self.model.load_weights([(f"{n}.weight", w) for n, w in weights])
@@ -133,7 +137,7 @@ class ServedMasters(Masters):
 
     def served_fingerprint(self) -> str:
         """Digest of the served weights; the trainer's is `Masters.fingerprint(dtype)`."""
-        return weight_fingerprint((n, canonical(self.served(n))) for n in sorted(self.masters))
+        return weight_fingerprint((n, canonical(W_DK)) for n, W_DK in sorted(self.served().items()))
 
 
 @dataclass
@@ -219,13 +223,15 @@ class LoGRAEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     def shutdown(self) -> None:
         self.staged = None
 
-    def status(self, digests: bool = True) -> dict[str, Any]:
-        """run_id, version and layers; with `digests` the fingerprints of the masters and of the weights as served."""
+    def status(self, digests: str = "") -> dict[str, Any]:
+        """run_id, version, layers; digests "masters": their fingerprint, "served": also that of the weights as served."""
         r = self.replica
         found = {"run_id": r and r.run_id, "version": r.version if r else 0, "layers": len(r.weights.masters) if r else 0}
         found["consistent"] = r is None or r.weights.consistent
         if digests and r:
-            found |= {"fingerprint": r.fingerprint(), "served": r.weights.served_fingerprint()}
+            found["fingerprint"] = r.fingerprint()
+        if digests == "served" and r:
+            found["served"] = r.weights.served_fingerprint()
         return found
 
     def _update(self, data: bytes) -> Callable[[], None]:
@@ -268,5 +274,5 @@ class LoGRAEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 class WorkerExtension:
     """For `worker_extension_cls`: adds one method to vLLM's worker, callable by name over `collective_rpc`."""
 
-    def logra_status(self, digests: str | bool = True) -> dict[str, Any]:
-        return self.weight_transfer_engine.status(digests not in (False, "false"))
+    def logra_status(self, digests: str = "") -> dict[str, Any]:
+        return self.weight_transfer_engine.status(digests)

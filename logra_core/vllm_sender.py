@@ -53,7 +53,7 @@ class LLMClient:
     def reset_prefix_cache(self) -> bool:
         return self.llm.reset_prefix_cache()
 
-    def status(self, digests: bool = True) -> list[dict[str, Any]]:
+    def status(self, digests: str = "") -> list[dict[str, Any]]:
         """One dict a worker (`LoGRAEngine.status`); needs `worker_extension_cls`."""
         return self.llm.collective_rpc("logra_status", args=(digests,))
 
@@ -97,9 +97,9 @@ class HTTPClient(HTTPVLLMWeightSyncClient):
     def weight_version(self) -> str:
         return self._call("GET", "weight_info")["weight_version"]
 
-    def status(self, digests: bool = True) -> list[dict[str, Any]]:
+    def status(self, digests: str = "") -> list[dict[str, Any]]:
         """One dict a worker (`LoGRAEngine.status`); needs `--worker-extension-cls`."""
-        return self._call("POST", "collective_rpc", {"method": "logra_status", "args": [str(digests).lower()]})["results"]
+        return self._call("POST", "collective_rpc", {"method": "logra_status", "args": [digests]})["results"]
 
 
 @dataclass
@@ -119,6 +119,10 @@ class LoGRASender(TrainerWeightTransferEngine[SenderInfo]):
     def __init__(self, *, client, source=None, is_sender: bool = True, spool: str | None = None) -> None:
         if source is not None:
             raise ValueError("the backend 'logra' takes no WeightSource: pass each message to send_weights")
+        if isinstance(client, HTTPVLLMWeightSyncClient) and not isinstance(client, HTTPClient):
+            client = HTTPClient(client.base_url, client.timeout)  # vLLM's own, completed by the routes it does not use
+        if lacking := [m for m in ("asleep", "pause", "resume", "reset_prefix_cache") if not hasattr(client, m)]:
+            raise ValueError(f"client {type(client).__name__} has no {', '.join(lacking)}: without them old keys and values would be served")
         super().__init__(client=client, source=None, is_sender=is_sender)
         self.spool = spool
 
@@ -126,7 +130,7 @@ class LoGRASender(TrainerWeightTransferEngine[SenderInfo]):
     def trainer_init(cls, init_info: SenderInfo, *, client, source=None) -> LoGRASender:
         sender = cls(client=client, source=source, is_sender=init_info.is_sender, spool=init_info.spool)
         if sender.is_sender:
-            client.init_weight_transfer_engine({})
+            sender.client.init_weight_transfer_engine({})
         return sender
 
     def send_weights(self, message: bytes) -> None:
@@ -139,12 +143,20 @@ class LoGRASender(TrainerWeightTransferEngine[SenderInfo]):
         if not self.is_sender:
             return
         header = message_header(message)
+        try:
+            self._send(header["kind"], message, f"{header['run_id']}:{header['version']}")
+        except SyncError:
+            raise
+        except Exception as error:
+            raise SyncError(f"vLLM does not answer: {type(error).__name__}: {error}") from error
+
+    def _send(self, kind: str, message: bytes, label: str) -> None:
         client = self.client
         if client.asleep():
             raise SyncError("the engine sleeps or is paused: wake it before an update")
         client.pause()
         try:
-            self._session(header["kind"], message, f"{header['run_id']}:{header['version']}")
+            self._session(kind, message, label)
             if not client.reset_prefix_cache():
                 raise SyncError("prefix cache not reset, requests hold its blocks: reset it before the next request")
         finally:

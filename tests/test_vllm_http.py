@@ -1,0 +1,163 @@
+"""The logra backend in a vLLM server, another process, updated over its RL routes; one server for the module."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from models import real_llm
+from test_vllm_backend import OPTIONS, RANK, flipped, full, next_update, prompts
+
+from logra_core import LoGRA, OptimConfig, SamplingConfig, SketchConfig, SyncError
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed: make vllm")
+
+HERE = Path(__file__).resolve().parent
+START_SECONDS = 240
+
+
+def serve(policy: Path, port: int, log: Path) -> subprocess.Popen:
+    arguments = {
+        "model": policy, "served-model-name": "policy", "host": "127.0.0.1", "port": port, "dtype": "bfloat16", "generation-config": "vllm",
+        "max-model-len": OPTIONS["max_model_len"], "max-num-seqs": 64, "kv-cache-memory-bytes": 2**30, "logprobs-mode": "processed_logprobs",
+        "weight-transfer-config": json.dumps({"backend": "logra"}), "worker-extension-cls": OPTIONS["worker_extension_cls"],
+    }  # fmt: skip
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--enforce-eager"]
+    command += [part for name, value in arguments.items() for part in (f"--{name}", str(value))]
+    path = os.pathsep.join([str(HERE.parent), str(HERE), os.environ.get("PYTHONPATH", "")])
+    env = {k: v for k, v in os.environ.items() if k != "VLLM_ALLOW_INSECURE_SERIALIZATION"} | {"VLLM_SERVER_DEV_MODE": "1", "PYTHONPATH": path}
+    return subprocess.Popen(command, env=env, stdout=log.open("w"), stderr=subprocess.STDOUT, start_new_session=True)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    import requests
+
+    from logra_core.policy import embedded_policy
+    from logra_core.vllm_sender import HTTPClient, LoGRASender, SenderInfo
+
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    folder = tmp_path_factory.mktemp("server")
+    server = serve(embedded_policy(), port, folder / "log")
+    try:
+        url, deadline = f"http://127.0.0.1:{port}", time.monotonic() + START_SECONDS
+        while True:
+            try:
+                if requests.get(f"{url}/health", timeout=5).ok:
+                    break
+            except requests.ConnectionError:
+                pass
+            if server.poll() is not None or time.monotonic() > deadline:
+                raise RuntimeError(f"the server did not start:\n{(folder / 'log').read_text()[-3000:]}")
+            time.sleep(1)
+        sender = LoGRASender.trainer_init(SenderInfo(rank=0, spool=str(folder)), client=HTTPClient(url))
+        model, tokenizer = real_llm()
+        logra = LoGRA(model, SketchConfig(rank=RANK), OptimConfig(update_ratio=1e-4))
+        yield SimpleNamespace(url=url, sender=sender, logra=logra, tokenizer=tokenizer, folder=folder)
+    finally:
+        os.killpg(server.pid, signal.SIGTERM)  # its own session: the server and its engine process
+        try:
+            server.wait(60)
+        except subprocess.TimeoutExpired:
+            os.killpg(server.pid, signal.SIGKILL)
+            server.wait()
+
+
+def complete(run, prompt: list[int], tokens: int, **options) -> dict:
+    import requests
+
+    body = {"model": "policy", "prompt": prompt, "max_tokens": tokens, "temperature": 0, "logprobs": 0, "return_token_ids": True} | options
+    response = requests.post(f"{run.url}/v1/completions", json=body, timeout=300)
+    response.raise_for_status()
+    return response.json()["choices"][0]
+
+
+def in_step(run) -> bool:
+    (seen,), weights = run.sender.client.status("served"), run.logra.weights
+    label = f"{run.logra.run_id}:{run.logra.version}"
+    return run.sender.client.weight_version() == label and (seen["version"], seen["fingerprint"], seen["served"]) == (
+        run.logra.version, weights.fingerprint(), weights.fingerprint(torch.bfloat16),
+    )  # fmt: skip
+
+
+def test_updates_over_http_are_served_bit_for_bit(run):
+    from logra_core.rollout_vllm import VLLMRollout
+
+    long = prompts(run.tokenizer, 1, repeat=40)[0]
+    complete(run, long, 8)  # its keys and values must not outlive the updates
+    run.sender.send_weights(full(run))  # as a file
+    assert in_step(run) and not list(run.folder.glob("*.full"))
+    seconds = []
+    for _ in range(3):
+        message = next_update(run)
+        began = time.perf_counter()
+        run.sender.send_weights(message)
+        seconds.append(time.perf_counter() - began)
+        assert in_step(run)
+    print(f"sync over HTTP: {sorted(seconds)[1]:.3f} s, {len(message):,} bytes (a third more as base64)")
+    run.logra.model.save_pretrained(run.folder / "checkpoint")
+    run.tokenizer.save_pretrained(run.folder / "checkpoint")
+    served = [complete(run, p, 16, stop_token_ids=[run.tokenizer.eos_token_id]) for p in (long, prompts(run.tokenizer, 1)[0])]
+    fresh = VLLMRollout(run.folder / "checkpoint", **OPTIONS)
+    try:
+        for prompt, choice in zip((long, prompts(run.tokenizer, 1)[0]), served, strict=True):
+            made = fresh.generate([prompt], SamplingConfig(max_tokens=16, temperature=0.0), 0)
+            assert made.response_ids[0].tolist() == choice["token_ids"]
+            assert made.logprobs[0].tolist() == torch.tensor(choice["logprobs"]["token_logprobs"]).tolist()
+    finally:
+        fresh.close()
+
+
+def test_vllms_own_client_and_factory_drive_it_too(run):
+    from vllm.distributed.weight_transfer.clients import HTTPVLLMWeightSyncClient
+    from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
+
+    from logra_core.vllm_plugin import register
+    from logra_core.vllm_sender import SenderInfo
+
+    register()
+    sender = WeightTransferTrainerFactory.trainer_init(SenderInfo(rank=0), client=HTTPVLLMWeightSyncClient(run.url))
+    sender.send_weights(next_update(run))
+    assert in_step(run)
+
+
+def test_refusals_come_back_in_the_workers_words(run):
+    one, two = next_update(run), next_update(run)
+    before = run.sender.client.status("served")
+    for message, says in ((two, "an earlier one was dropped"), (flipped(one), "corrupted on the way")):
+        with pytest.raises(SyncError, match=says):
+            run.sender.send_weights(message)
+        assert run.sender.client.status("served") == before and not run.sender.client.asleep()
+    run.sender.client.start_weight_update()  # a sender that dies here leaves the session open
+    run.sender.send_weights(one)
+    run.sender.send_weights(two)
+    assert in_step(run)
+
+
+def test_a_request_in_flight_ends_on_the_old_weights(run):
+    prompt, message = prompts(run.tokenizer, 1)[0], next_update(run)
+    alone = complete(run, prompt, 200, ignore_eos=True)
+    found: dict = {}
+    thread = threading.Thread(target=lambda: found.update(complete(run, prompt, 200, ignore_eos=True)))
+    thread.start()
+    time.sleep(0.5)  # 200 tokens take longer than that
+    assert thread.is_alive()
+    run.sender.send_weights(message)
+    thread.join(120)
+    assert found["token_ids"] == alone["token_ids"] and found["finish_reason"] == "length"
+    assert found["logprobs"]["token_logprobs"] == alone["logprobs"]["token_logprobs"]
+    assert in_step(run)
+    assert complete(run, prompt, 200, ignore_eos=True)["logprobs"] != alone["logprobs"]

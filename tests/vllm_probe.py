@@ -1,0 +1,43 @@
+"""What the vLLM tests may do inside a worker: look at the served weights, and break things at a chosen place.
+
+Given to vLLM as `worker_extension_cls`, so the methods run in the worker's own process, on the real engine.
+"""
+
+from __future__ import annotations
+
+import torch
+from safetensors.torch import load_file
+
+from logra_core.vllm_backend import WorkerExtension
+
+
+class Probe(WorkerExtension):
+    def probe_served(self, path: str) -> dict:
+        """Compare every served target weight, element by element, with the file (name -> [D, K])."""
+        weights, expected = self.weight_transfer_engine.replica.weights, load_file(path)
+        served = weights.served()
+        same = {n: bool(torch.equal(served[n], W_DK)) for n, W_DK in expected.items()}
+        return {"layers": len(same), "names": sorted(weights.masters) == sorted(expected), "differ": [n for n, ok in same.items() if not ok]}
+
+    def probe_fail_at(self, module: int) -> None:
+        """The next publication raises when it reaches that module (counted from 0), and only then."""
+        weights = self.weight_transfer_engine.replica.weights
+        load, seen = weights._load, []
+
+        def fails_once(place):
+            seen.append(place.path)
+            if len(seen) == module + 1:
+                weights._load = load
+                raise RuntimeError(f"worker failed at {place.path}")
+            load(place)
+
+        weights._load = fails_once
+
+    def probe_drift(self, name: str) -> None:
+        """Flip the last bit of one entry of a master, as a fault in memory would."""
+        self.weight_transfer_engine.replica.weights.masters[name].view(torch.int32)[1, 2] ^= 1
+
+    def probe_norm(self, change: float) -> None:
+        """Change a weight that no message carries."""
+        with torch.no_grad():
+            dict(self.model_runner.get_model().named_parameters())["model.norm.weight"].add_(change)
