@@ -7,6 +7,10 @@ server's RL routes (`HTTPClient`). What the worker does with a message is in vll
 from __future__ import annotations
 
 import base64
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -21,28 +25,53 @@ if TYPE_CHECKING:
     import vllm
 
 
+LARGEST = 2**31  # bytes of a message in a call: msgpack ends at 4 GiB, and base64 adds a third
+
+
 class LLMClient:
-    """vLLM's weight-sync client protocol, and what LoGRA needs besides, for an in-process `LLM`."""
+    """vLLM's weight-sync client protocol, and what LoGRA needs besides, for an in-process `LLM`.
+
+    timeout: seconds that one call may take. vLLM itself would wait for ever on an engine process that dies in the middle of a call.
+    """
 
     binary = True
 
-    def __init__(self, llm: vllm.LLM) -> None:
-        self.llm = llm
+    def __init__(self, llm: vllm.LLM, timeout: float = 300) -> None:
+        self.llm, self.timeout = llm, timeout
+
+    def _call(self, function: Callable, *args: Any) -> Any:
+        done: Future = Future()
+
+        def work() -> None:
+            try:
+                done.set_result(function(*args))
+            except BaseException as error:
+                done.set_exception(error)
+
+        threading.Thread(target=work, daemon=True, name="logra-call").start()
+        resources = getattr(self.llm.llm_engine.engine_core, "resources", None)
+        deadline = time.monotonic() + self.timeout
+        while not wait([done], timeout=0.5).done:
+            if getattr(resources, "engine_dead", False):
+                raise SyncError("the engine process died during the call: start a new engine and send a full resync")
+            if time.monotonic() > deadline:
+                raise SyncError(f"the engine did not answer within {self.timeout:g} s; what it serves is unknown")
+        return done.result()
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
-        self.llm.init_weight_transfer_engine({"init_info": init_info})
+        self._call(self.llm.init_weight_transfer_engine, {"init_info": init_info})
 
     def start_weight_update(self) -> None:
-        self.llm.start_weight_update()
+        self._call(self.llm.start_weight_update)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        self.llm.update_weights({"update_info": update_info})
+        self._call(self.llm.update_weights, {"update_info": update_info})
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
-        self.llm.finish_weight_update(weight_version)
+        self._call(self.llm.finish_weight_update, weight_version)
 
     def asleep(self) -> bool:
-        return self.llm.llm_engine.is_sleeping()
+        return self._call(self.llm.llm_engine.is_sleeping)
 
     def pause(self) -> None:
         """Nothing runs between the calls of an in-process engine."""
@@ -51,11 +80,11 @@ class LLMClient:
         pass
 
     def reset_prefix_cache(self) -> bool:
-        return self.llm.reset_prefix_cache()
+        return self._call(self.llm.reset_prefix_cache)
 
     def status(self, digests: str = "") -> list[dict[str, Any]]:
         """One dict a worker (`LoGRAEngine.status`); needs `worker_extension_cls`."""
-        return self.llm.collective_rpc("logra_status", args=(digests,))
+        return self._call(self.llm.collective_rpc, "logra_status", None, (digests,))
 
 
 class HTTPClient(HTTPVLLMWeightSyncClient):
@@ -172,6 +201,8 @@ class LoGRASender(TrainerWeightTransferEngine[SenderInfo]):
                 path.write_bytes(message)
                 info["path"] = str(path)
             else:
+                if len(message) >= LARGEST:
+                    raise SyncError(f"{len(message):,} bytes do not fit in one call: give SenderInfo.spool, a folder that the workers can read")
                 info["payload"] = message if getattr(client, "binary", False) else base64.b64encode(message).decode()
             client.update_weights(info)
             client.finish_weight_update(label)

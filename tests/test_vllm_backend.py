@@ -228,10 +228,10 @@ def test_a_drifted_master_is_found_and_a_resync_heals(run):
 
 def test_weights_that_do_not_train_are_watched(run):
     message = next_update(run)
-    rpc(run, "probe_norm", 0.5)
+    rpc(run, "probe_norm", 2.0)
     refused(run, lambda: run.engine.sync(message), r"weights that do not train have changed .*model\.norm\.weight")
     refused(run, lambda: run.engine.resync(full(run)), "start it again")
-    rpc(run, "probe_norm", -0.5)
+    rpc(run, "probe_norm", 0.5)
     run.engine.sync(message)
     assert in_step(run)
 

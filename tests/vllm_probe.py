@@ -37,7 +37,7 @@ class Probe(WorkerExtension):
         """Flip the last bit of one entry of a master, as a fault in memory would."""
         self.weight_transfer_engine.replica.weights.masters[name].view(torch.int32)[1, 2] ^= 1
 
-    def probe_norm(self, change: float) -> None:
-        """Change a weight that no message carries."""
+    def probe_norm(self, factor: float) -> None:
+        """Multiply a weight that no message carries by a power of two, which can be undone exactly."""
         with torch.no_grad():
-            dict(self.model_runner.get_model().named_parameters())["model.norm.weight"].add_(change)
+            dict(self.model_runner.get_model().named_parameters())["model.norm.weight"].mul_(factor)
