@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 import vllm
+import xxhash
 
 from .sync import Masters, Replica, SyncError, canonical, read_full_state, weight_fingerprint
 
@@ -188,7 +189,7 @@ class LoGRAEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             raise ValueError("on a CPU the backend 'logra' serves an eager model only: set enforce_eager (--enforce-eager)")
         self.replica: Replica | None = None
         self.staged: Callable[[], None] | None = None
-        self._frozen: dict[str, int] = {}
+        self._frozen: dict[str, str] = {}
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         self.staged = None
@@ -261,9 +262,10 @@ class LoGRAEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
         return commit
 
-    def _sum_frozen(self) -> dict[str, int]:
+    def _sum_frozen(self) -> dict[str, str]:
         trained = {f"{p.path}.weight" for p in self.replica.weights.places.values()}
-        return {n: int(torch.hash_tensor(p.detach())) for n, p in self.model.named_parameters() if n not in trained and p.numel()}
+        rest = ((n, p.detach()) for n, p in self.model.named_parameters() if n not in trained and p.numel())
+        return {n: xxhash.xxh3_128(p.contiguous().view(torch.uint8).cpu().numpy()).hexdigest() for n, p in rest}
 
     def _check_frozen(self) -> None:
         """Embeddings and norms are in no message: if they changed (sleep level 2 discards them), no message can make this engine right."""

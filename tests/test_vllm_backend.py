@@ -275,9 +275,9 @@ def test_layers_that_vllm_does_not_have_are_refused_by_name(run):
     weights = {n: masters.master(n) for n in masters.shapes}
     from logra_core.sync import Masters
 
-    unknown = Masters(weights | {"model.layers.99.mlp.up_proj": weights["model.layers.0.mlp.up_proj"]})
+    unknown = Masters(weights | {"model.layers.99.mlp.up_proj": weights["model.layers.0.mlp.up_proj"].clone()})
     refused(run, lambda: run.engine.resync(full_state_bytes(unknown, run.logra.run_id, 0)), r"model\.layers\.99\.mlp\.up_proj \(not there\)")
-    wrong = Masters(weights | {"model.embed_tokens": weights["model.layers.0.mlp.up_proj"]})
+    wrong = Masters(weights | {"model.embed_tokens": weights["model.layers.0.mlp.up_proj"].clone()})
     refused(run, lambda: run.engine.resync(full_state_bytes(wrong, run.logra.run_id, 0)), "model.embed_tokens is VocabParallelEmbedding")
 
 
