@@ -1,6 +1,6 @@
 # The commands of the project. Everything is installed into .venv once, and again only when pyproject.toml changes.
 #   make run         train the embedded language model with LoGRA on this machine's CPU (no account, no GPU)
-#   make test        unit tests, a real browser, the notebooks compared with their committed outputs
+#   make test        unit tests, a real vLLM, a real browser, the notebooks compared with their committed outputs
 #   make lab         JupyterLab on the notebooks
 #   make notebooks   run every notebook headlessly; PARAMS=file.yaml scales them
 # Needs Python 3.11 or newer with venv, a C compiler for one small dependency, and for the tests Chromium with its driver;
@@ -101,7 +101,7 @@ lab: $(VENV)/.installed
 notebooks: $(VENV)/.installed
 	@LOGRA_FIGURES=$(LOCAL)/notebooks/figures $(PY) -m logra_core.nbrun --all -o $(LOCAL)/notebooks $(if $(PARAMS),-f $(PARAMS)) $(ARGS)
 
-test: $(VENV)/.installed-test browser
+test: $(VENV)/.installed-test vllm browser
 	@export LOGRA_FIGURES=$(LOCAL)/test-figures; units=passed; books=passed; \
 	$(PY) -m pytest tests $(ARGS) || units=FAILED; \
 	list=$$(git ls-files 'notebooks/*.ipynb' 2> /dev/null || true); [ -n "$$list" ] || list=$$(ls notebooks/*.ipynb 2> /dev/null || true); \

@@ -224,6 +224,7 @@ class DenseConfig(_Checked):
 class TrainConfig(_Checked):
     """One run. model "" is the embedded policy. eval_every 0: only before and after. out: the run's folder.
 
+    engine: of the rollouts; engines: how many of them share the prompts, or engine_urls: vLLM servers that already run.
     exact_kl_every: measure the exact KL of the step on the probe every so many updates, beside the predicted one (0: never).
     """
 
@@ -231,6 +232,8 @@ class TrainConfig(_Checked):
     model: str = ""
     method: str = "logra"
     engine: str = "transformers"
+    engines: int = 1
+    engine_urls: tuple[str, ...] = ()
     updates: int = 300
     seed: int = 0
     eval_problems: int = 500
@@ -254,8 +257,10 @@ class TrainConfig(_Checked):
         self._choice("engine", ENGINES)
         for name in ("updates", "eval_every", "threads", "seed", "exact_kl_every"):
             self._need(name, getattr(self, name) >= 0, ">= 0")
-        for name in ("eval_problems", "eval_samples", "checkpoint_every"):
+        for name in ("eval_problems", "eval_samples", "checkpoint_every", "engines"):
             self._need(name, getattr(self, name) >= 1, ">= 1")
+        object.__setattr__(self, "engine_urls", tuple(self.engine_urls))
+        self._need("engine_urls", not self.engine_urls or (self.engine == "vllm" and self.engines == 1), "with engine vllm and engines 1")
         self._need("out", bool(self.out), "a folder")
 
 

@@ -7,13 +7,14 @@ tensors, so a missed or repeated update shows as a version or fingerprint that d
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, Sequence
 
 import torch
 
-from .config import ConfigError, SamplingConfig, TrainConfig
-from .sync import Replica, SyncError
+from .config import SamplingConfig, TrainConfig
+from .sync import Replica, SyncError, message_header
 
 if TYPE_CHECKING:
     from .sync import SketchUpdate
@@ -130,14 +131,23 @@ def check_request(prompts: list[list[int]], sampling: SamplingConfig, seed: int,
             raise ValueError(f"generate: prompt {i} has {len(p)} tokens; with max_tokens {sampling.max_tokens} it exceeds the model's {room}")
 
 
+@dataclass(frozen=True)
+class Staged:
+    """A message that an engine has checked and not taken yet. One of the two is called, once; until then the engine may stand still."""
+
+    commit: Callable[[], None]
+    abort: Callable[[], None]
+
+
 class RolloutEngine(Protocol):
-    """What the trainer needs of an engine; `sync` and `resync` take bytes as they would arrive over a wire."""
+    """What the trainer needs of an engine; `sync` and `resync` take bytes as they would arrive over a wire, `stage` either kind."""
 
     version: int
 
     def generate(self, prompts: list[list[int]], sampling: SamplingConfig, seed: int, expected_version: int | None = None) -> Rollouts: ...
     def sync(self, update: bytes | SketchUpdate) -> None: ...
     def resync(self, payload: bytes) -> None: ...
+    def stage(self, message: bytes) -> Staged: ...
     def fingerprint(self) -> str: ...
     def close(self) -> None: ...
 
@@ -201,6 +211,11 @@ class TransformersRollout:
     def resync(self, payload: bytes) -> None:
         """Replace the weights by a full state (`sync.full_state_bytes`)."""
         self._replica.resync(payload)
+
+    def stage(self, message: bytes) -> Staged:
+        """Check a message of either kind; changes nothing before `commit`."""
+        full = message_header(message)["kind"] == "full"
+        return Staged(self._replica.prepare_full(message) if full else self._replica.prepare(message), lambda: None)
 
     def fingerprint(self) -> str:
         return self._replica.fingerprint()
@@ -277,17 +292,22 @@ class TransformersRollout:
 
 
 def make_engine(cfg: TrainConfig, run_id: str | None = None) -> RolloutEngine:
-    """The engine named by `cfg.engine`, holding its own copy of `cfg.model` ("" is the embedded policy) at version 0.
+    """The engine or engines named by `cfg`, each with its own copy of `cfg.model` ("" is the embedded policy) at version 0.
 
-    Raises ImportError where the engine's library is missing.
+    Raises ImportError where the engine's library is missing, RolloutError where a server of `cfg.engine_urls` does not answer.
     """
+    from .rollout_group import EngineGroup
+
     if cfg.engine == "transformers":
         from .policy import load_policy
 
-        model, tokenizer = load_policy(cfg.model or None)
-        return TransformersRollout(model, tokenizer, cfg.sketch.targets, run_id=run_id)
-    if cfg.engine == "vllm":
+        make = [lambda: TransformersRollout(*load_policy(cfg.model or None), cfg.sketch.targets, run_id=run_id)] * cfg.engines
+    elif cfg.engine_urls:
+        from .rollout_server import ServerRollout
+
+        make = [lambda url=url: ServerRollout(url, cfg.model or None) for url in cfg.engine_urls]
+    else:
         from .rollout_vllm import VLLMRollout
 
-        return VLLMRollout(cfg.model or None)
-    raise ConfigError(f"engine = {cfg.engine!r}: allowed is transformers, vllm")
+        make = [lambda: VLLMRollout(cfg.model or None)] * cfg.engines
+    return make[0]() if len(make) == 1 else EngineGroup.start(make)

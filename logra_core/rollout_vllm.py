@@ -7,6 +7,7 @@ no vLLM; constructing the engine does, and says so. How weights get in is vllm_b
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,48 +15,20 @@ import torch
 
 from .config import SamplingConfig
 from .policy import embedded_policy
-from .rollout import RolloutError, Rollouts, check_request, end_ids
+from .rollout import RolloutError, Rollouts, Staged, check_request, end_ids
 from .sync import SketchUpdate, SyncError
 
 MAX_SEED = 2**63 - 1
 
 
-class VLLMRollout:
-    """An in-process vLLM with its own copy of the policy, served in bfloat16; its worker keeps fp32 masters of the target layers.
+class _Served:
+    """What rollouts from a vLLM share, wherever it runs: version and digests from the worker, messages, and the reading of answers."""
 
-    path: folder of a plain checkpoint (None: the embedded policy). tokenizer: decodes the responses (None: the one in `path`). max_model_len: tokens of prompt and response together (None: the
-    model's own limit). kv_cache_gib: memory for keys and values. max_num_seqs: requests that run together. options: further arguments of
-    `vllm.LLM`. On a CPU the model runs eagerly (nothing is compiled at start; at this size it is no slower).
-    """
-
-    def __init__(
-        self, path: str | Path | None = None, tokenizer=None, max_model_len: int | None = None, kv_cache_gib: float = 1.0, max_num_seqs: int = 64, **options: Any
-    ) -> None:
-        try:
-            os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-            import vllm
-
-            from .vllm_plugin import register
-            from .vllm_sender import LLMClient, LoGRASender, SenderInfo
-        except ImportError as error:
-            raise ImportError(f'engine "vllm" needs vLLM, which cannot be imported here ({error}); install it or use engine "transformers"') from error
-        register()  # for a source tree that was never installed; the worker processes need the entry point
-        settings = {
-            "dtype": "bfloat16", "logprobs_mode": "processed_logprobs", "generation_config": "vllm", "max_model_len": max_model_len,
-            "kv_cache_memory_bytes": int(kv_cache_gib * 2**30), "max_num_seqs": max_num_seqs, "seed": 0, "disable_log_stats": True,
-            "weight_transfer_config": {"backend": "logra"}, "worker_extension_cls": "logra_core.vllm_backend.WorkerExtension",
-            "enforce_eager": not torch.cuda.is_available(),
-        }  # fmt: skip
-        from transformers import AutoTokenizer
-
-        path = embedded_policy() if path is None else path
-        self.llm = vllm.LLM(model=str(path), **(settings | options))
-        self.tokenizer = AutoTokenizer.from_pretrained(str(path)) if tokenizer is None else tokenizer
-        hf = self.llm.model_config.hf_config
-        self.eos_ids = end_ids(_generation_config(path) or hf, self.tokenizer)
-        self.vocabulary, self.room = hf.vocab_size, self.llm.model_config.max_model_len
-        self.sender = LoGRASender.trainer_init(SenderInfo(rank=0), client=LLMClient(self.llm))
-        self._params = vllm.SamplingParams
+    own_process = True  # calls from several threads to several engines do not disturb each other
+    sender: Any = None
+    tokenizer: Any
+    vocabulary: int
+    room: int | None
 
     @property
     def version(self) -> int:
@@ -71,18 +44,18 @@ class VLLMRollout:
         self._open()
         self.sender.send_weights(payload)
 
+    def stage(self, message: bytes) -> Staged:
+        """Have the workers check a message of either kind; the engine stands still until `commit` or `abort`."""
+        self._open()
+        self.sender.stage(message)
+        return Staged(self.sender.commit, self.sender.abort)
+
     def fingerprint(self) -> str:
         """Of the fp32 masters in the worker ("" before the first resync); what is served was compared with them at the last commit."""
         return self._status("masters").get("fingerprint", "")
 
-    def close(self) -> None:
-        """Stop the engine's process."""
-        if self.llm is not None:
-            self.llm.llm_engine.engine_core.shutdown()
-            self.llm = None
-
     def generate(self, prompts: list[list[int]], sampling: SamplingConfig, seed: int, expected_version: int | None = None) -> Rollouts:
-        """One response per prompt: a function of (weights, prompts, sampling, seed) alone, on one machine and thread count.
+        """One response per prompt, each with a random stream of its own out of `seed` and its place in the list.
 
         Raises as `TransformersRollout.generate`; also RolloutError if a response was not made by the current version alone.
         """
@@ -93,51 +66,31 @@ class VLLMRollout:
             raise SyncError(f"the rollout engine is at version {status['version']}, the trainer expects {expected_version}: an update was missed")
         if not status["consistent"]:
             raise SyncError("the engine may serve a mixture of versions since a failed roll back: send a full resync")
-        results = self._run(prompts, [self._sampling(sampling, seed, i) for i in range(len(prompts))])
+        answers = self._run(prompts, [self._sampling(sampling, seed, i) for i in range(len(prompts))])
+        return self._collect(prompts, answers, status)
+
+    def _sampling(self, sampling: SamplingConfig, seed: int, row: int) -> dict[str, Any]:
+        own = None if sampling.temperature == 0 else (seed + row * 0x9E3779B97F4A7C15) % MAX_SEED
+        return {
+            "max_tokens": sampling.max_tokens, "temperature": float(sampling.temperature), "top_p": float(sampling.top_p), "top_k": 0, "seed": own,
+            "logprobs": 0, "detokenize": False, "stop_token_ids": list(self.eos_ids),
+        }  # fmt: skip
+
+    def _collect(self, prompts: list[list[int]], answers: list[Answer], status: dict) -> Rollouts:
+        if len(answers) != len(prompts):
+            raise RolloutError(f"vLLM answered {len(answers)} of {len(prompts)} requests")
         label = f"{status['run_id']}:{status['version']}" if status["run_id"] else "default"
-        return self._collect(prompts, results, status["version"], label)
-
-    def _run(self, prompts: list[list[int]], params: list) -> list:
-        # Requests reach the engine one by one; it is held until all are there, so that batches do not depend on timing. An empty cache does
-        # the rest: a cached prefix changes the order of additions, and with it the last bits.
-        llm = self.llm
-        if llm.llm_engine.is_sleeping():
-            raise RolloutError("the engine sleeps: wake it before a rollout")
-        if not llm.reset_prefix_cache():
-            raise RolloutError("prefix cache not reset: requests of somebody else are running")
-        llm.sleep(level=0)
-        try:
-            llm.enqueue([{"prompt_token_ids": list(p)} for p in prompts], params, use_tqdm=False)
-        finally:
-            llm.wake_up(tags=["scheduling"])
-        return llm.wait_for_completion(use_tqdm=False)
-
-    def _sampling(self, sampling: SamplingConfig, seed: int, row: int):
-        own = None if sampling.temperature == 0 else (seed + row * 0x9E3779B97F4A7C15) % MAX_SEED  # a stream of its own for each request
-        return self._params(
-            max_tokens=sampling.max_tokens, temperature=float(sampling.temperature), top_p=float(sampling.top_p), top_k=0, seed=own,
-            logprobs=0, detokenize=False, stop_token_ids=list(self.eos_ids),
-        )  # fmt: skip
-
-    def _collect(self, prompts: list[list[int]], results: list, version: int, label: str) -> Rollouts:
-        if len(results) != len(prompts):
-            raise RolloutError(f"vLLM answered {len(results)} of {len(prompts)} requests")
-        ids, logprobs, reasons = [], [], []
-        for prompt, result in zip(prompts, results, strict=True):
-            (out,) = result.outputs
-            if list(result.prompt_token_ids) != list(prompt):
-                raise RolloutError("vLLM returned its answers in another order")
-            if out.finish_reason not in ("stop", "length"):
-                raise RolloutError(f"a response ended with {out.finish_reason!r}; expected stop or length")
-            if spans := [s for s in out.weight_versions or [] if s.version != label]:
-                raise RolloutError(f"a response was made by weights {spans[0].version}, the engine is at {label}")
-            ids.append(torch.tensor(list(out.token_ids), dtype=torch.int64))
-            logprobs.append(torch.tensor([step[t].logprob for step, t in zip(out.logprobs, out.token_ids, strict=True)], dtype=torch.float32))
-            reasons.append(out.finish_reason)
+        for answer in answers:
+            if answer.reason not in ("stop", "length"):
+                raise RolloutError(f"a response ended with {answer.reason!r}; expected stop or length")
+            if spans := [v for v in answer.versions if v != label]:
+                raise RolloutError(f"a response was made by weights {spans[0]}, the engine is at {label}")
+        logprobs = [torch.tensor(a.logprobs, dtype=torch.float32) for a in answers]
         if bad := [i for i, logp in enumerate(logprobs) if not torch.isfinite(logp).all()]:
             raise RolloutError(f"log-probs of responses {bad[:8]} are not finite")
-        texts = self.tokenizer.batch_decode([i.tolist() for i in ids], skip_special_tokens=True)
-        return Rollouts([torch.tensor(list(p), dtype=torch.int64) for p in prompts], ids, logprobs, reasons, texts, version)
+        texts = self.tokenizer.batch_decode([a.ids for a in answers], skip_special_tokens=True)
+        ids = [[torch.tensor(i, dtype=torch.int64) for i in rows] for rows in (prompts, [a.ids for a in answers])]
+        return Rollouts(*ids, logprobs, [a.reason for a in answers], texts, status["version"])
 
     def _status(self, digests: str = "") -> dict[str, Any]:
         self._open()
@@ -147,15 +100,97 @@ class VLLMRollout:
         return first
 
     def _open(self) -> None:
-        if self.llm is None:
+        if self.sender is None:
             raise RolloutError("the engine was closed")
 
 
-def _generation_config(path: str | Path):
-    """As saved beside the model, or None."""
-    from transformers import GenerationConfig
+class VLLMRollout(_Served):
+    """An in-process vLLM with its own copy of the policy, served in bfloat16; its worker keeps fp32 masters of the target layers.
 
+    path: folder of a plain checkpoint (None: the embedded policy). tokenizer: decodes the responses (None: the one in `path`).
+    max_model_len: tokens of prompt and response together (None: the model's own limit). kv_cache_gib: memory for keys and values.
+    max_num_seqs: requests that run together. options: further arguments of `vllm.LLM`. On a CPU the model runs eagerly (nothing is
+    compiled at start; at this size it is no slower). Results are a function of (weights, prompts, sampling, seed) alone, on one machine
+    and thread count.
+    """
+
+    def __init__(
+        self, path: str | Path | None = None, tokenizer=None, max_model_len: int | None = None, kv_cache_gib: float = 1.0, max_num_seqs: int = 64, **options: Any
+    ) -> None:
+        vllm, sender = import_vllm()
+        sender.register()  # for a source tree that was never installed; the worker processes need the entry point
+        settings = {
+            "dtype": "bfloat16", "logprobs_mode": "processed_logprobs", "generation_config": "vllm", "max_model_len": max_model_len,
+            "kv_cache_memory_bytes": int(kv_cache_gib * 2**30), "max_num_seqs": max_num_seqs, "seed": 0, "disable_log_stats": True,
+            "weight_transfer_config": {"backend": "logra"}, "worker_extension_cls": "logra_core.vllm_backend.WorkerExtension",
+            "enforce_eager": not torch.cuda.is_available(),
+        }  # fmt: skip
+        path = embedded_policy() if path is None else path
+        self.llm = vllm.LLM(model=str(path), **(settings | options))
+        self.tokenizer, self.eos_ids = tokenizer_and_ends(path, self.llm.model_config.hf_config, tokenizer)
+        self.vocabulary, self.room = self.llm.model_config.hf_config.vocab_size, self.llm.model_config.max_model_len
+        self.sender = sender.LoGRASender.trainer_init(sender.SenderInfo(rank=0), client=sender.LLMClient(self.llm))
+        self._params = vllm.SamplingParams
+
+    def close(self) -> None:
+        """Stop the engine's process."""
+        if self.llm is not None:
+            self.llm.llm_engine.engine_core.shutdown()
+            self.llm = self.sender = None
+
+    def _run(self, prompts: list[list[int]], params: list[dict]) -> list[Answer]:
+        # Requests reach the engine one by one; it is held until all are there, so that batches do not depend on timing. An empty cache does
+        # the rest: a cached prefix changes the order of additions, and with it the last bits.
+        llm = self.llm
+        if llm.llm_engine.is_sleeping():
+            raise RolloutError("the engine sleeps: wake it before a rollout")
+        if not llm.reset_prefix_cache():
+            raise RolloutError("prefix cache not reset: requests of somebody else are running")
+        llm.sleep(level=0)
+        try:
+            llm.enqueue([{"prompt_token_ids": list(p)} for p in prompts], [self._params(**p) for p in params], use_tqdm=False)
+        finally:
+            llm.wake_up(tags=["scheduling"])
+        results = llm.wait_for_completion(use_tqdm=False)
+        if [list(r.prompt_token_ids) for r in results] != [list(p) for p in prompts]:
+            raise RolloutError("vLLM returned its answers in another order")
+        outs = [r.outputs[0] for r in results]
+        return [
+            Answer(list(o.token_ids), [step[t].logprob for step, t in zip(o.logprobs, o.token_ids, strict=True)], o.finish_reason,
+                   [v.version for v in o.weight_versions or []])
+            for o in outs
+        ]  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One response as an engine returns it. versions: labels of the weights that drew its tokens."""
+
+    ids: list[int]
+    logprobs: list[float]
+    reason: str
+    versions: list[str]
+
+
+def import_vllm():
+    """vLLM and `vllm_sender`; the ImportError says what is missing."""
     try:
-        return GenerationConfig.from_pretrained(str(path))
+        os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+        import vllm
+
+        from . import vllm_sender
+    except ImportError as error:
+        raise ImportError(f'engine "vllm" needs vLLM, which cannot be imported here ({error}); install it or use engine "transformers"') from error
+    return vllm, vllm_sender
+
+
+def tokenizer_and_ends(path: str | Path, config: Any = None, tokenizer=None):
+    """The tokenizer in `path` (or the one given), and the end-of-sequence tokens of the generation config there."""
+    from transformers import AutoTokenizer, GenerationConfig
+
+    tokenizer = AutoTokenizer.from_pretrained(str(path)) if tokenizer is None else tokenizer
+    try:
+        found = GenerationConfig.from_pretrained(str(path))
     except OSError:
-        return None
+        found = config
+    return tokenizer, end_ids(found, tokenizer)

@@ -7,8 +7,10 @@ server's RL routes (`HTTPClient`). What the worker does with a message is in vll
 from __future__ import annotations
 
 import base64
+import contextlib
 import threading
 import time
+import uuid
 from collections.abc import Callable
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
@@ -17,6 +19,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from .sync import SyncError, message_header
 from .vllm_backend import KNOWN  # noqa: F401  (its version guard comes first)
+from .vllm_plugin import register  # noqa: F401
 
 from vllm.distributed.weight_transfer.base import TrainerInitInfo, TrainerWeightTransferEngine  # noqa: E402
 from vllm.distributed.weight_transfer.clients import HTTPVLLMWeightSyncClient  # noqa: E402
@@ -74,10 +77,12 @@ class LLMClient:
         return self._call(self.llm.llm_engine.is_sleeping)
 
     def pause(self) -> None:
-        """Nothing runs between the calls of an in-process engine."""
+        """An in-process engine stands still between calls; requests that wait in it would go on with other weights than they began with."""
+        if count := self._call(self.llm.llm_engine.get_num_unfinished_requests):
+            raise SyncError(f"{count} request{' is' if count == 1 else 's are'} not finished: wait for completion before an update")
 
     def resume(self) -> None:
-        pass
+        """Nothing to do."""
 
     def reset_prefix_cache(self) -> bool:
         return self._call(self.llm.reset_prefix_cache)
@@ -169,49 +174,61 @@ class LoGRASender(TrainerWeightTransferEngine[SenderInfo]):
             SyncError: refused, with the worker's own words; the engine serves what it served before. Or the prefix cache could not be
                 reset: the new weights are served, but prompts seen before would be answered from old ones; reset it before generating.
         """
-        if not self.is_sender:
-            return
+        if self.is_sender:
+            self.stage(message)
+            self.commit()
+
+    def stage(self, message: bytes) -> None:
+        """First half of `send_weights`: the engine pauses, and its workers check the message. Then call `commit` or `abort`."""
         header = message_header(message)
-        try:
-            self._send(header["kind"], message, f"{header['run_id']}:{header['version']}")
-        except SyncError:
-            raise
-        except Exception as error:
-            raise SyncError(f"vLLM does not answer: {type(error).__name__}: {error}") from error
-
-    def _send(self, kind: str, message: bytes, label: str) -> None:
-        client = self.client
-        if client.asleep():
-            raise SyncError("the engine sleeps or is paused: wake it before an update")
-        client.pause()
-        try:
-            self._session(kind, message, label)
-            if not client.reset_prefix_cache():
-                raise SyncError("prefix cache not reset, requests hold its blocks: reset it before the next request")
-        finally:
-            client.resume()
-
-    def _session(self, kind: str, message: bytes, label: str) -> None:
-        client, path = self.client, None
-        try:
+        with _answered():
+            if self.client.asleep():
+                raise SyncError("the engine sleeps or is paused: wake it before an update")
+            self.client.pause()
+        self._label = f"{header['kind']} message {header['run_id']}:{header['version']}"
+        with self._refusal():
             self._start()
-            info: dict[str, Any] = {"kind": kind}
-            if self.spool is not None and kind == "full":
-                path = Path(self.spool) / f"{label.replace(':', '-')}.full"
-                path.write_bytes(message)
-                info["path"] = str(path)
-            else:
-                if len(message) >= LARGEST:
-                    raise SyncError(f"{len(message):,} bytes do not fit in one call: give SenderInfo.spool, a folder that the workers can read")
-                info["payload"] = message if getattr(client, "binary", False) else base64.b64encode(message).decode()
-            client.update_weights(info)
-            client.finish_weight_update(label)
+            self._update(header["kind"], message)
+
+    def commit(self) -> None:
+        """Second half: every worker takes what it has staged, the prefix cache is dropped, and requests go on."""
+        with self._refusal():
+            self.client.finish_weight_update(self._label.rsplit(" ", 1)[1])
+        with _answered():
+            try:
+                if not self.client.reset_prefix_cache():
+                    raise SyncError("prefix cache not reset, requests hold its blocks: reset it before the next request")
+            finally:
+                self.client.resume()
+
+    def abort(self) -> None:
+        """End whatever session is open; nothing staged is kept, and requests go on."""
+        self._end()
+        with contextlib.suppress(Exception):
+            self.client.resume()
+
+    @contextlib.contextmanager
+    def _refusal(self):
+        try:
+            yield
         except Exception as error:
             self.abort()
-            raise SyncError(f"vLLM refused the {kind} message {label}: {error}") from error
-        finally:
-            if path is not None:
+            raise SyncError(f"vLLM refused the {self._label}: {error}") from error
+
+    def _update(self, kind: str, message: bytes) -> None:
+        info: dict[str, Any] = {"kind": kind}
+        if self.spool is not None and kind == "full":
+            path = Path(self.spool) / f"{uuid.uuid4().hex}.full"
+            try:
+                path.write_bytes(message)
+                self.client.update_weights(info | {"path": str(path)})
+            finally:
                 path.unlink(missing_ok=True)
+            return
+        if len(message) >= LARGEST:
+            raise SyncError(f"{len(message):,} bytes do not fit in one call: give SenderInfo.spool, a folder that the workers can read")
+        payload = message if getattr(self.client, "binary", False) else base64.b64encode(message).decode()
+        self.client.update_weights(info | {"payload": payload})
 
     def _start(self) -> None:
         try:
@@ -219,12 +236,20 @@ class LoGRASender(TrainerWeightTransferEngine[SenderInfo]):
         except Exception as error:
             if "already active" not in str(error):
                 raise
-            self.abort()  # a sender that died in the middle left its session open
+            self._end()  # a sender that died in the middle left its session open
             self.client.start_weight_update()
 
-    def abort(self) -> None:
-        """End whatever session is open; nothing staged is kept."""
-        try:
+    def _end(self) -> None:
+        with contextlib.suppress(Exception):  # a worker ends a session by raising, and raises as well when none is open
             self.client.update_weights({"kind": "abort"})
-        except Exception:  # the worker ends a session by raising, and raises as well when none is open
-            pass
+
+
+@contextlib.contextmanager
+def _answered():
+    """Whatever a client raises becomes a SyncError."""
+    try:
+        yield
+    except SyncError:
+        raise
+    except Exception as error:
+        raise SyncError(f"vLLM does not answer: {type(error).__name__}: {error}") from error

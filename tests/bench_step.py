@@ -1,5 +1,7 @@
 """Time and peak memory of one training step in one run: all weights frozen, LoGRA, dense AdamW. Not a test; prints a table.
 
+"products" is the floor of what LoGRA adds to the frozen pass: x Aᵀ, gᵀP and U A of every target by themselves, nothing else.
+
     python tests/bench_step.py [--rank 64] [--rows 4] [--tokens 256] [--repeats 5]
 """
 
@@ -39,6 +41,19 @@ def make_step(method: str, model, ids, rank: int):
     return step, lambda: [f() for f in undo]
 
 
+def added_products(model, rank: int, count: int):
+    """x Aᵀ, gᵀP and W − U A of every target on standing operands, as a function."""
+    shapes = [tuple(m.weight.shape) for m in select_targets(model, SketchConfig().targets).values()]
+    operands = {s: (torch.randn(count, s[1]), torch.randn(rank, s[1]), torch.randn(count, s[0]), torch.zeros(s)) for s in set(shapes)}
+
+    def run():
+        for shape in shapes:
+            x_NK, A_RK, g_ND, W_DK = operands[shape]
+            W_DK.addmm_(g_ND.T @ (x_NK @ A_RK.T), A_RK, alpha=-1e-9)
+
+    return run
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     for name, default in (("rank", 64), ("rows", 4), ("tokens", 256), ("repeats", 5)):
@@ -56,7 +71,12 @@ def main() -> None:
             step()
         peaks[method] = peak.peak
         undo(), gc.collect()
-    for _ in range(args.repeats):  # interleaved, so that a noisy minute hits all three
+    products, alone = added_products(model, args.rank, args.rows * args.tokens), []
+    products()
+    for _ in range(args.repeats):  # interleaved, so that a noisy minute hits all of them
+        start = time.perf_counter()
+        products()
+        alone.append(time.perf_counter() - start)
         for method in methods:
             step, undo = make_step(method, model, ids, args.rank)
             step()
@@ -69,6 +89,8 @@ def main() -> None:
     print(f"{'':<10}{'median s':>10}{'best s':>10}{'/ frozen':>10}{'/ dense':>10}{'peak MiB above weights':>25}")
     for m in methods:
         print(f"{m:<10}{median[m]:>10.3f}{min(times[m]):>10.3f}{median[m] / median['frozen']:>10.3f}{median[m] / median['dense']:>10.3f}{peaks[m] / 2**20:>25.0f}")
+    floor = statistics.median(alone)
+    print(f"{'products':<10}{floor:>10.3f}{min(alone):>10.3f}{floor / median['frozen']:>10.3f}{floor / median['dense']:>10.3f}")
     print(f"speed-up of LoGRA over dense AdamW: {median['dense'] / median['logra']:.3f}")
 
 

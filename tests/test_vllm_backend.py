@@ -21,7 +21,7 @@ from logra_core.ppo import sequence_logprobs
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed: make vllm")
 
 RANK, UPDATES, GREEDY = 64, 20, SamplingConfig(max_tokens=24, temperature=0.0)
-OPTIONS = {"max_model_len": 1024, "worker_extension_cls": "vllm_probe.Probe"}
+OPTIONS = {"max_model_len": 1024, "worker_extension_cls": "logra_core.vllm_faults.FaultyWorker"}
 
 
 def next_update(run) -> bytes:
@@ -111,7 +111,7 @@ def test_twenty_updates_are_served_bit_for_bit(run, tmp_path):
 def held(engine, asked: list[list[int]]) -> list:
     """Greedy answers to requests that start together, without the reset of the cache that `generate` makes."""
     engine.llm.sleep(level=0)
-    engine.llm.enqueue([{"prompt_token_ids": p} for p in asked], [engine._sampling(GREEDY, 0, i) for i in range(len(asked))], use_tqdm=False)
+    engine.llm.enqueue([{"prompt_token_ids": p} for p in asked], [engine._params(**engine._sampling(GREEDY, 0, i)) for i in range(len(asked))], use_tqdm=False)
     engine.llm.wake_up(tags=["scheduling"])
     return [o.outputs[0] for o in engine.llm.wait_for_completion(use_tqdm=False)]
 
@@ -281,12 +281,26 @@ def test_layers_that_vllm_does_not_have_are_refused_by_name(run):
     refused(run, lambda: run.engine.resync(full_state_bytes(wrong, run.logra.run_id, 0)), "model.embed_tokens is VocabParallelEmbedding")
 
 
-def test_an_engine_that_was_killed_is_reported_within_bounded_time(run):
+def test_requests_in_flight_are_refused_and_end_on_the_old_weights(run):
+    llm, (long,) = run.engine.llm, prompts(run.tokenizer, 1)
+    alone = held(run.engine, [long])[0]
+    message = next_update(run)
+    llm.sleep(level=0)
+    llm.enqueue([{"prompt_token_ids": long}], [run.engine._params(**run.engine._sampling(GREEDY, 0, 0))], use_tqdm=False)
+    llm.wake_up(tags=["scheduling"])
+    refused(run, lambda: run.engine.sync(message), "1 request is not finished")
+    (late,) = llm.wait_for_completion(use_tqdm=False)
+    assert list(late.outputs[0].token_ids) == list(alone.token_ids) and late.outputs[0].cumulative_logprob == alone.cumulative_logprob
+    run.engine.sync(message)
+    assert in_step(run)
+
+
+def test_a_worker_killed_in_the_middle_of_a_commit_is_reported_within_bounded_time(run):
     """Last: the engine is gone afterwards."""
     message = next_update(run)
-    (process,) = run.engine.llm.llm_engine.engine_core.resources.engine_manager.processes
-    process.kill()
-    began = time.perf_counter()
-    with pytest.raises(SyncError):
-        run.engine.sync(message)
-    assert time.perf_counter() - began < 60
+    rpc(run, "probe_fail_at", 60, True)
+    for _ in range(2):
+        began = time.perf_counter()
+        with pytest.raises(SyncError):
+            run.engine.sync(message)
+        assert time.perf_counter() - began < 60

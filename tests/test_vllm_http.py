@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import os
 import signal
 import socket
+import statistics
 import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -17,9 +16,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 from models import real_llm
-from test_vllm_backend import OPTIONS, RANK, flipped, full, next_update, prompts
+from test_vllm_backend import OPTIONS, RANK, UPDATES, flipped, full, next_update, prompts
 
 from logra_core import LoGRA, OptimConfig, SamplingConfig, SketchConfig, SyncError
+from logra_core.ppo import sequence_logprobs
+from logra_core.rollout import RolloutError
+from logra_core.rollout_group import EngineGroup
+from logra_core.rollout_server import ServerRollout, serve_command
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed: make vllm")
 
@@ -28,13 +31,8 @@ START_SECONDS = 240
 
 
 def serve(policy: Path, port: int, log: Path) -> subprocess.Popen:
-    arguments = {
-        "model": policy, "served-model-name": "policy", "host": "127.0.0.1", "port": port, "dtype": "bfloat16", "generation-config": "vllm",
-        "max-model-len": OPTIONS["max_model_len"], "max-num-seqs": 64, "kv-cache-memory-bytes": 2**30, "logprobs-mode": "processed_logprobs",
-        "weight-transfer-config": json.dumps({"backend": "logra"}), "worker-extension-cls": OPTIONS["worker_extension_cls"],
-    }  # fmt: skip
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--enforce-eager"]
-    command += [part for name, value in arguments.items() for part in (f"--{name}", str(value))]
+    options = OPTIONS | {"max_num_seqs": 64, "kv_cache_memory_bytes": 2**30, "enforce_eager": True}
+    command = serve_command(policy, port, **options)
     path = os.pathsep.join([str(HERE.parent), str(HERE), os.environ.get("PYTHONPATH", "")])
     env = {k: v for k, v in os.environ.items() if k != "VLLM_ALLOW_INSECURE_SERIALIZATION"} | {"VLLM_SERVER_DEV_MODE": "1", "PYTHONPATH": path}
     return subprocess.Popen(command, env=env, stdout=log.open("w"), stderr=subprocess.STDOUT, start_new_session=True)
@@ -101,24 +99,58 @@ def test_updates_over_http_are_served_bit_for_bit(run):
     run.sender.send_weights(full(run))  # as a file
     assert in_step(run) and not list(run.folder.glob("*.full"))
     seconds = []
-    for _ in range(3):
+    for _ in range(UPDATES):
         message = next_update(run)
         began = time.perf_counter()
         run.sender.send_weights(message)
         seconds.append(time.perf_counter() - began)
-        assert in_step(run)
-    print(f"sync over HTTP: {sorted(seconds)[1]:.3f} s, {len(message):,} bytes (a third more as base64)")
+    assert in_step(run)
+    print(f"sync over HTTP: {statistics.median(seconds):.3f} s, {len(message):,} bytes (a third more as base64)")
     run.logra.model.save_pretrained(run.folder / "checkpoint")
     run.tokenizer.save_pretrained(run.folder / "checkpoint")
     served = [complete(run, p, 16, stop_token_ids=[run.tokenizer.eos_token_id]) for p in (long, prompts(run.tokenizer, 1)[0])]
-    fresh = VLLMRollout(run.folder / "checkpoint", **OPTIONS)
-    try:
-        for prompt, choice in zip((long, prompts(run.tokenizer, 1)[0]), served, strict=True):
-            made = fresh.generate([prompt], SamplingConfig(max_tokens=16, temperature=0.0), 0)
-            assert made.response_ids[0].tolist() == choice["token_ids"]
-            assert made.logprobs[0].tolist() == torch.tensor(choice["logprobs"]["token_logprobs"]).tolist()
-    finally:
-        fresh.close()
+    # The second engine, in this process, starts from the trainer's checkpoint: the same answers, then the same updates.
+    run.second = VLLMRollout(run.folder / "checkpoint", **OPTIONS)
+    for prompt, choice in zip((long, prompts(run.tokenizer, 1)[0]), served, strict=True):
+        made = run.second.generate([prompt], SamplingConfig(max_tokens=16, temperature=0.0), 0)
+        assert made.response_ids[0].tolist() == choice["token_ids"]
+        assert made.logprobs[0].tolist() == torch.tensor(choice["logprobs"]["token_logprobs"]).tolist()
+
+
+def test_two_engines_follow_one_trainer_and_share_the_prompts(run):
+    server = ServerRollout(run.url, run.folder / "checkpoint", spool=str(run.folder))
+    group = EngineGroup([server, run.second])
+    group.resync(full(run))
+    for _ in range(UPDATES):
+        group.sync(next_update(run))
+    weights = run.logra.weights
+    assert group.version == run.logra.version and group.fingerprint() == weights.fingerprint()
+    assert {e._status("served")["served"] for e in group.engines} == {weights.fingerprint(torch.bfloat16)}
+    asked = prompts(run.tokenizer, 7)
+    made = group.generate(asked, SamplingConfig(max_tokens=16, temperature=1.0), 3, expected_version=run.logra.version)
+    assert [p.tolist() for p in made.prompt_ids] == asked and made.version == run.logra.version
+    padded = made.padded(run.tokenizer.pad_token_id)
+    with torch.no_grad():
+        gap = (sequence_logprobs(run.logra.model, padded, temperature=1.0) - padded["rollout_logprobs"])[padded["response_mask"]].abs()
+    assert gap.mean() < 0.1
+    for prompt in asked[:2]:  # one at a time, there is nothing to be batched with
+        alone = [e.generate([prompt], SamplingConfig(max_tokens=8, temperature=0.0), 0) for e in group.engines]
+        assert alone[0].texts == alone[1].texts and torch.equal(alone[0].logprobs[0], alone[1].logprobs[0])
+    # One engine refuses: neither changes. Both are asked again with the right message.
+    message = next_update(run)
+    before = [e._status("served") for e in group.engines]
+    with pytest.raises(SyncError, match="engine 0 of 2 refused, none has changed: .*corrupted on the way"):
+        group.sync(flipped(message))
+    run.second.llm.sleep(level=1)
+    with pytest.raises(SyncError, match="engine 1 of 2 refused, none has changed: .*sleeps or is paused"):
+        group.sync(message)
+    run.second.llm.wake_up()
+    assert [e._status("served") for e in group.engines] == before and not server.sender.client.asleep()
+    group.sync(message)
+    assert group.fingerprint() == weights.fingerprint()
+    run.second.close()
+    with pytest.raises(RolloutError, match="no vLLM server with the logra backend at http://127.0.0.1:9"):
+        ServerRollout("http://127.0.0.1:9", timeout=5)
 
 
 def test_vllms_own_client_and_factory_drive_it_too(run):

@@ -1,17 +1,22 @@
-"""What the vLLM tests may do inside a worker: look at the served weights, and break things at a chosen place.
+"""Faults injected into a real vLLM worker, and a look at the bits it serves: for the tests and notebook 04, never in production.
 
-Given to vLLM as `worker_extension_cls`, so the methods run in the worker's own process, on the real engine.
+Given to vLLM as `worker_extension_cls`, so the methods run in the worker's own process, called by name over `collective_rpc`.
 """
 
 from __future__ import annotations
 
+import os
+import signal
+
 import torch
 from safetensors.torch import load_file
 
-from logra_core.vllm_backend import WorkerExtension
+from .vllm_backend import WorkerExtension
 
 
-class Probe(WorkerExtension):
+class FaultyWorker(WorkerExtension):
+    """What may be done to a worker."""
+
     def probe_served(self, path: str) -> dict:
         """Compare every served target weight, element by element, with the file (name -> [D, K])."""
         weights, expected = self.weight_transfer_engine.replica.weights, load_file(path)
@@ -19,8 +24,8 @@ class Probe(WorkerExtension):
         same = {n: bool(torch.equal(served[n], W_DK)) for n, W_DK in expected.items()}
         return {"layers": len(same), "names": sorted(weights.masters) == sorted(expected), "differ": [n for n, ok in same.items() if not ok]}
 
-    def probe_fail_at(self, module: int) -> None:
-        """The next publication raises when it reaches that module (counted from 0), and only then."""
+    def probe_fail_at(self, module: int, kill: bool = False) -> None:
+        """The next publication raises when it reaches that module (counted from 0), and only then. With kill the process dies there."""
         weights = self.weight_transfer_engine.replica.weights
         load, seen = weights._load, []
 
@@ -28,6 +33,8 @@ class Probe(WorkerExtension):
             seen.append(place.path)
             if len(seen) == module + 1:
                 weights._load = load
+                if kill:
+                    os.kill(os.getpid(), signal.SIGKILL)
                 raise RuntimeError(f"worker failed at {place.path}")
             load(place)
 
