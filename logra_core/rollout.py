@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, Sequence
 
 import torch
@@ -309,5 +310,7 @@ def make_engine(cfg: TrainConfig, run_id: str | None = None) -> RolloutEngine:
     else:
         from .rollout_vllm import VLLMRollout
 
-        make = [lambda: VLLMRollout(cfg.model or None)] * cfg.engines
+        Path(cfg.out).mkdir(parents=True, exist_ok=True)
+        logs = [Path(cfg.out) / f"engine{i}.log" for i in range(cfg.engines)]
+        make = [lambda log=log: VLLMRollout(cfg.model or None, log=log) for log in logs]
     return make[0]() if len(make) == 1 else EngineGroup.start(make)

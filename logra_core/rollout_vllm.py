@@ -6,7 +6,9 @@ no vLLM; constructing the engine does, and says so. How weights get in is vllm_b
 
 from __future__ import annotations
 
+import contextlib
 import os
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -53,6 +55,10 @@ class _Served:
     def fingerprint(self) -> str:
         """Of the fp32 masters in the worker ("" before the first resync); what is served was compared with them at the last commit."""
         return self._status("masters").get("fingerprint", "")
+
+    def served_fingerprint(self) -> str:
+        """Of the weights that the engine multiplies by, read back; equal to the trainer's `weights.fingerprint(torch.bfloat16)`."""
+        return self._status("served").get("served", "")
 
     def generate(self, prompts: list[list[int]], sampling: SamplingConfig, seed: int, expected_version: int | None = None) -> Rollouts:
         """One response per prompt, each with a random stream of its own out of `seed` and its place in the list.
@@ -110,13 +116,14 @@ class VLLMRollout(_Served):
     path: folder of a plain checkpoint (None: the embedded policy). tokenizer: decodes the responses (None: the one in `path`).
     max_model_len: tokens of prompt and response together (None: the model's own limit). kv_cache_gib: memory for keys and values.
     max_num_seqs: requests that run together. options: further arguments of `vllm.LLM`. On a CPU the model runs eagerly (nothing is
-    compiled at start; at this size it is no slower). Results are a function of (weights, prompts, sampling, seed) alone, on one machine
-    and thread count.
+    compiled at start; at this size it is no slower). log: file for what the engine's processes print (None: where this process prints).
+    Results are a function of (weights, prompts, sampling, seed) alone, on one machine and thread count.
     """
 
     def __init__(
-        self, path: str | Path | None = None, tokenizer=None, max_model_len: int | None = None, kv_cache_gib: float = 1.0, max_num_seqs: int = 64, **options: Any
-    ) -> None:
+        self, path: str | Path | None = None, tokenizer=None, max_model_len: int | None = None, kv_cache_gib: float = 1.0,
+        max_num_seqs: int = 64, log: str | Path | None = None, **options: Any,
+    ) -> None:  # fmt: skip
         vllm, sender = import_vllm()
         sender.register()  # for a source tree that was never installed; the worker processes need the entry point
         settings = {
@@ -126,7 +133,11 @@ class VLLMRollout(_Served):
             "enforce_eager": not torch.cuda.is_available(),
         }  # fmt: skip
         path = embedded_policy() if path is None else path
-        self.llm = vllm.LLM(model=str(path), **(settings | options))
+        try:
+            with _printing_to(log):  # the engine's processes keep what is open here
+                self.llm = vllm.LLM(model=str(path), **(settings | options))
+        except Exception as error:
+            raise RolloutError(f"vLLM did not start: {error}{'' if log is None else f' (its own words: {log})'}") from error
         self.tokenizer, self.eos_ids = tokenizer_and_ends(path, self.llm.model_config.hf_config, tokenizer)
         self.vocabulary, self.room = self.llm.model_config.hf_config.vocab_size, self.llm.model_config.max_model_len
         self.sender = sender.LoGRASender.trainer_init(sender.SenderInfo(rank=0), client=sender.LLMClient(self.llm))
@@ -182,6 +193,24 @@ def import_vllm():
     except ImportError as error:
         raise ImportError(f'engine "vllm" needs vLLM, which cannot be imported here ({error}); install it or use engine "transformers"') from error
     return vllm, vllm_sender
+
+
+@contextlib.contextmanager
+def _printing_to(path: str | Path | None):
+    """File descriptors 1 and 2 lead to `path` meanwhile, for this process and for those it starts."""
+    if path is None:
+        yield
+        return
+    sys.stdout.flush(), sys.stderr.flush()
+    kept = os.dup(1), os.dup(2)
+    with open(path, "ab") as file:
+        os.dup2(file.fileno(), 1), os.dup2(file.fileno(), 2)
+    try:
+        yield
+    finally:
+        sys.stdout.flush(), sys.stderr.flush()
+        os.dup2(kept[0], 1), os.dup2(kept[1], 2)
+        os.close(kept[0]), os.close(kept[1])
 
 
 def tokenizer_and_ends(path: str | Path, config: Any = None, tokenizer=None):
