@@ -25,7 +25,7 @@ def serve_command(path: str | Path, port: int, host: str = "127.0.0.1", **option
     settings = {
         "model": path, "served_model_name": "policy", "host": host, "port": port, "dtype": "bfloat16", "generation_config": "vllm",
         "logprobs_mode": "processed_logprobs", "weight_transfer_config": json.dumps({"backend": "logra"}),
-        "worker_extension_cls": "logra_core.vllm_backend.WorkerExtension",
+        "worker_extension_cls": "logra_core.vllm_backend.WorkerExtension", "enable_scale_out": True,  # the route that takes and returns tokens
     } | options  # fmt: skip
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
     for name, value in settings.items():
