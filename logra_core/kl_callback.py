@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from transformers import TrainerCallback
 
 from .config import ConfigError, KLConfig
-from .kl import ProbeBatch, StepController
+from .kl import ProbeBatch, StepController, exact_kl
 from .optim import LoGRA
 from .sync import SketchUpdate
 
@@ -31,6 +31,7 @@ class KLControlCallback(TrainerCallback):
     Args:
         logra: the optimizer the trainer was given. config: budget, estimator and `probe_responses`, the sequences of a prediction.
         probe: gives the contexts instead of the batch, for example fixed ones, or where the trainer hands the model no labels.
+        exact: measure the exact KL of each step on these contexts too (two forward passes more), as `exact_kl` in `history`.
 
     The last update's values join the trainer's log as `kl/alpha`, `kl/budget` and `kl/predicted_kl`; `history` has one dict an update of
     this process. A learning-rate schedule cancels out of a controlled step (q grows with lr²), except where α_max binds: schedule the budget.
@@ -42,8 +43,8 @@ class KLControlCallback(TrainerCallback):
         NonFiniteError: the prediction is not finite; the step is not taken.
     """
 
-    def __init__(self, logra: LoGRA, config: KLConfig = KLConfig(), probe: Callable[[], ProbeBatch] | None = None) -> None:
-        self.logra, self.controller, self.probe = logra, StepController(config), probe
+    def __init__(self, logra: LoGRA, config: KLConfig = KLConfig(), probe: Callable[[], ProbeBatch] | None = None, exact: bool = False) -> None:
+        self.logra, self.controller, self.probe, self.exact = logra, StepController(config), probe, exact
         self.history: list[dict[str, Any]] = []
         self._rows: list[tuple[torch.Tensor, ...]] = []  # (ids, attention, response), each [T], of the batch at hand
         self._hook = None
@@ -59,7 +60,7 @@ class KLControlCallback(TrainerCallback):
             raise ConfigError(f"KLConfig.temperature = {self.controller.config.temperature}, the trainer samples at {sampled}: must be equal")
         self._release()
         self.logra.scale = self._scale
-        if self.probe is None and self.controller.config.schedule != "none":
+        if self.probe is None and self._needed:
             self._hook = self.logra.model.register_forward_pre_hook(self._observe, with_kwargs=True)
 
     def on_train_end(self, args, state, control, **kwargs) -> None:
@@ -72,6 +73,11 @@ class KLControlCallback(TrainerCallback):
             logs.update(values)
             if state.log_history:  # appended before this event, so that it would miss them
                 state.log_history[-1].update(values)
+
+    @property
+    def _needed(self) -> bool:
+        """Whether anything is predicted or measured on contexts."""
+        return self.exact or self.controller.config.schedule != "none"
 
     def _release(self) -> None:
         if self._hook is not None:
@@ -101,8 +107,10 @@ class KLControlCallback(TrainerCallback):
         return ProbeBatch(*(torch.stack([F.pad(t, (0, width - len(t))) for t in column]) for column in zip(*self._rows, strict=True)))
 
     def _scale(self, update: SketchUpdate) -> float:
-        controlled = self.controller.config.schedule != "none"
-        alpha = self.controller.scale(self.logra.model, update, self._contexts() if controlled else None)
-        self.history.append({"version": update.version, **self.controller.last})
+        model, config = self.logra.model, self.controller.config
+        probe = self._contexts() if self._needed else None
+        alpha = self.controller.scale(model, update, probe)
+        measured = {"exact_kl": exact_kl(model, update, probe, alpha, config.temperature)} if self.exact else {}
+        self.history.append({"version": update.version, **self.controller.last, **measured})
         self._rows = []
         return alpha
