@@ -9,15 +9,14 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import torch
-from models import policy_loss, probe_batch, random_ids, real_llm, tiny_llama
-from tiny import tiny_tokenizer
 
-INSTALL = "is not installed: pip install -e '.[compare]' (make test does)"
-for package in ("accelerate", "datasets", "trl"):
-    pytest.importorskip(package, reason=f"{package} {INSTALL}")
+for package in ("trl", "accelerate", "datasets"):
+    pytest.importorskip(package, reason=f"{package} is not installed: pip install -e '.[compare,tasks]' (make test does)")
 
+import torch  # noqa: E402
 from datasets import Dataset  # noqa: E402
+from models import policy_loss, probe_batch, random_ids, real_llm, tiny_llama  # noqa: E402
+from tiny import tiny_tokenizer  # noqa: E402
 from transformers import Trainer, TrainerCallback, TrainingArguments  # noqa: E402
 from trl import GRPOConfig, GRPOTrainer  # noqa: E402
 from trl.trainer.utils import add_fused_lm_head  # noqa: E402
@@ -324,3 +323,56 @@ def test_batches_without_labels_or_packed_are_refused_unless_contexts_are_given(
     control.probe = lambda: probe_batch(random_ids(3, 10, 96, 9), 4)
     trainer.train()
     assert logra.version == 1 and control.history[0]["predicted_kl"] == pytest.approx(1e-6)
+
+
+# ------------------------------------------------------------------ resume of the real LLM, and of GRPO; where TRL is missing
+
+
+def test_the_real_llm_resumes_bit_equal_under_transformers_trainer(tmp_path):
+    settings = dict(gradient_accumulation_steps=2, max_grad_norm=0.5, gradient_checkpointing=True, budget=1e-4, save_strategy="steps",
+                    save_steps=1, max_steps=2)  # fmt: skip
+    whole, logra, control = tiny_trainer(tmp_path, real_llm()[0], **settings)
+    whole.train()
+    resumed, again, _ = tiny_trainer(tmp_path, real_llm()[0], **settings)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+    assert_equal(state(again), state(logra))
+    logs = [r for r in whole.state.log_history if "loss" in r]
+    assert [r["grad_norm"] > 0.5 for r in logs] == [True, True]  # clipped
+    assert [r["kl/predicted_kl"] for r in logs] == pytest.approx([1e-4, 1e-4]) and logra.version == 2
+
+
+def test_grpo_resumes_bit_equal(tmp_path):
+    """Sampling included: the generation that the interrupted run would have made is made again."""
+    data = Dataset.from_list([{"prompt": f"{a}+{b}="} for a in range(3) for b in range(3)])
+    tokenizer = tiny_tokenizer()
+
+    def run(resume=None):
+        model = tiny_llama(seed=0 if resume is None else 5, vocab_size=len(tokenizer))
+        logra = LoGRA(model, SketchConfig(rank=4), OptimConfig(update_ratio=1e-2))
+        control = KLControlCallback(logra, KLConfig(schedule="constant", budget=1e-4))
+        args = GRPOConfig(tmp_path, max_steps=4, per_device_train_batch_size=4, gradient_accumulation_steps=2, num_generations=4,
+                          max_completion_length=6, bf16=False, save_steps=2, **QUIET)  # fmt: skip
+        trainer = GRPOTrainer(model=model, reward_funcs=lambda completions, **_: [float(len(set(c))) for c in completions], args=args,
+                              train_dataset=data, processing_class=tokenizer, optimizers=(logra, None), callbacks=[control])  # fmt: skip
+        trainer.train(resume_from_checkpoint=resume)
+        return logra, [(r["loss"], r["reward"], r["kl/alpha"]) for r in trainer.state.log_history if "loss" in r]
+
+    (whole, logs), (again, logs_again) = run(), run(str(tmp_path / "checkpoint-2"))
+    assert_equal(state(again), state(whole))
+    assert logs == logs_again and len(logs) == 4 and len({reward for _, reward, _ in logs}) > 1
+
+
+@pytest.mark.parametrize("ci", ["true", ""])
+def test_without_trl_these_tests_fail_in_ci(ci):
+    code = "import sys; sys.modules['trl'] = None; import pytest; sys.exit(pytest.main(['-q', '-p', 'no:cacheprovider', 'tests/test_dropin.py']))"
+    root = Path(__file__).resolve().parents[1]
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=root, env=os.environ | {"CI": ci})
+    assert "trl is not installed: pip install -e '.[compare,tasks]'" in done.stdout
+    assert ("1 error" if ci else "1 skipped") in done.stdout.splitlines()[-1] and (done.returncode == 2) == bool(ci)
+
+
+def test_importing_the_package_needs_no_trainer():
+    """Neither TRL nor accelerate; the callback needs transformers only."""
+    code = "import sys; sys.modules |= dict.fromkeys(('trl', 'peft', 'datasets')); import logra_core; assert 'accelerate' not in sys.modules"
+    code += "; assert 'transformers.trainer_callback' not in sys.modules; import logra_core.kl_callback"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).resolve().parents[1])
