@@ -103,7 +103,7 @@ run: $(VENV)/.installed
 lab: $(VENV)/.installed
 	@$(PY) -m jupyterlab --ServerApp.root_dir=$(CURDIR) --LabApp.default_url=/lab/tree/notebooks $$([ "$$(id -u)" != 0 ] || echo --allow-root) $(ARGS)
 
-notebooks: $(VENV)/.installed-compare
+notebooks: $(VENV)/.installed-compare vllm
 	@LOGRA_FIGURES=$(LOCAL)/notebooks/figures $(PY) -m logra_core.nbrun --all -o $(LOCAL)/notebooks $(if $(PARAMS),-f $(PARAMS)) $(ARGS)
 
 test: $(VENV)/.installed-test vllm browser
