@@ -31,6 +31,7 @@ from .methods import Message, checkpoint_activations, make_method
 from .optim import NonFiniteError
 from .policy import load_policy
 from .ppo import RunningBaseline, mismatch, ppo_loss, rewards_of, sequence_logprobs
+from .ranks import PeerError
 from .resume import Resumable
 from .rollout import Rollouts, make_engine, shared_prefix
 from .runlog import read_log
@@ -56,6 +57,7 @@ class Trainer(Resumable):
             torch.set_num_threads(cfg.threads)
         self.cfg, self.out = cfg, Path(cfg.out)
         self.log = self._lock = self.task = self.engine = None
+        self.quiet = False
         self.share_prefix = not cfg.gradient_checkpointing  # compute the common beginning of a microbatch's prompts once
         self._before_loading()
         self.model, self.tokenizer = load_policy(cfg.model or None)
@@ -90,7 +92,7 @@ class Trainer(Resumable):
             if done == cfg.updates and (rows := read_log(self.out / "log.jsonl")[1]) and rows[-1]["kind"] == "end":
                 return rows[-1]
             self._clock = time.perf_counter()
-            bar = tqdm(total=cfg.updates, initial=done, desc=f"{cfg.method} {cfg.task.name}", unit="update")
+            bar = tqdm(total=cfg.updates, initial=done, desc=f"{cfg.method} {cfg.task.name}", unit="update", disable=self.quiet)
             if done == 0:
                 self._evaluate(0)
             for update in range(done + 1, cfg.updates + 1):
@@ -277,9 +279,11 @@ def main(arguments: list[str] | None = None) -> int:
         else:
             kind = Trainer
         end = kind(cfg).run()
-    except (ConfigError, FileNotFoundError, checkpoint.CheckpointError) as error:
+    except (ConfigError, FileNotFoundError, checkpoint.CheckpointError, PeerError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    if os.environ.get("RANK", "0") != "0":
+        return 0
     before, after = (", ".join(f"Pass@{k} {v:.3f}" for k, v in end[f"pass_at_{w}"].items()) for w in ("before", "after"))
     print(f"{cfg.out}: {before} before, {after} after {end['update']} updates, {end['elapsed']:.0f} s")
     return 0
