@@ -4,33 +4,36 @@ Real processes that speak gloo, one thread each. One process computes the microb
 order of additions across ranks nothing differs, so fp32 results agree to TOLERANCE, and to the bit where no order is left open.
 """
 
+import contextlib
 import copy
+import io
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 import torch
 from launch import Launch, free_port
 from models import policy_loss, probe_batch, random_ids, real_llm, tiny_llama
-from test_train import exact, settings
+from test_train import exact, first_digit, settings
 from tiny import tiny_policy
-from torch.distributed.tensor import DTensor
 
-from logra_core import LoGRA, OptimConfig, SketchConfig, checkpoint, kl, optim
+from logra_core import ConfigError, LoGRA, OptimConfig, SketchConfig, checkpoint, kl, optim
 from logra_core.distributed import ShardedLoGRA, SharedProbe, decoder_blocks, shard
 from logra_core.ranks import Ranks, rows_of
 from logra_core.runlog import read_log
+from logra_core.sync import weight_fingerprint
 from logra_core.train import Trainer
+from logra_core.train import main as train_main
 from logra_core.train_distributed import DistributedTrainer
 
 TOLERANCE = 1e-6  # relative, of norms; measured: up to 4e-7 on sketches, 3e-8 on weights
-ROUNDING = 1e-5  # relative, of an exact KL: a difference of nearly equal log-probs; measured up to 3e-6
+ROUNDING = 1e-5  # relative, of an exact KL (a difference of nearly equal log-probs) and of what later updates make of TOLERANCE; measured 3e-6
 ODD = {"hidden_size": 6, "intermediate_size": 13, "num_attention_heads": 3, "num_key_value_heads": 1}  # k and v: 2 rows
 
 
@@ -107,24 +110,25 @@ def sharded_steps(folder, kind: str, checkpointing: bool, microbatches: int, upd
         states = {n: logra.state[t.sketch] for n, t in logra.targets.items()}
         row["v"] = {n: ranks.gather_rows(s["v"], lengths[n]) for n, s in states.items()}
         row["W"] = {n: logra.weights.whole(n) for n in logra.targets}
-        row["rows"] = {n: (len(s["v"]), len(logra.weights.master(n)), len(t.module.weight.to_local())) for (n, t), s in zip(logra.targets.items(), states.values())}
-        seen.append(row | {"fingerprint": logra.weights.fingerprint()})
+        row["rows"] = {n: {len(states[n]["v"]), len(logra.weights.master(n)), len(t.module.weight.to_local())} for n, t in logra.targets.items()}
+        row |= {"fingerprint": logra.weights.fingerprint(), "own": weight_fingerprint(sorted(row["W"].items()))}
+        seen.append(row if ranks.first else {k: v for k, v in row.items() if k not in "SUvW"})  # the rest is large, and gathered
     assert sum(isinstance(m, torch.distributed.fsdp.FSDPModule) for m in model.modules()) == 1 + model.config.num_hidden_layers
     ranks.close()
     return seen
 
 
 def compare(whole: list[dict], parts: list[list[dict]]) -> None:
-    world = len(parts)
     for number, row in enumerate(whole):
         for rank, mine in ((r, seen[number]) for r, seen in enumerate(parts)):
-            assert {k: distance(row[k], mine[k]) for k in "SUvW"} == pytest.approx(dict.fromkeys("SUvW", 0), abs=TOLERANCE)
+            if rank == 0:
+                assert {k: distance(row[k], mine[k]) for k in "SUvW"} == pytest.approx(dict.fromkeys("SUvW", 0), abs=TOLERANCE)
             assert mine["norm"] == pytest.approx(row["norm"], rel=TOLERANCE) and mine["q"] == pytest.approx(row["q"], rel=TOLERANCE)
             assert mine["kl"] == pytest.approx(row["kl"], rel=ROUNDING) and mine["kl"] > 0
-            assert mine["fingerprint"] == parts[0][number]["fingerprint"] and mine["q"] == parts[0][number]["q"]
+            assert mine["own"] == mine["fingerprint"] == parts[0][number]["fingerprint"] and mine["q"] == parts[0][number]["q"]
             for n, counts in mine["rows"].items():
-                rows = rows_of(len(row["v"][n]), world, rank)
-                assert set(counts) == {rows.stop - rows.start}
+                rows = rows_of(len(row["v"][n]), len(parts), rank)
+                assert counts == {rows.stop - rows.start}
 
 
 @pytest.fixture(scope="module")
@@ -140,32 +144,32 @@ def whole_steps():
     return of
 
 
-@pytest.mark.parametrize("world", [2, 3, 4])
-@pytest.mark.parametrize("checkpointing", [False, True])
-@pytest.mark.parametrize("kind", ["tiny", "odd"])
+@pytest.mark.parametrize(
+    ("kind", "checkpointing", "world"),
+    [("tiny", False, 2), ("tiny", True, 3), ("tiny", True, 4), ("odd", True, 2), ("odd", False, 3), ("odd", True, 4)],
+)
 def test_ranks_compute_what_one_process_does(whole_steps, tmp_path, kind, checkpointing, world):
     # 5 microbatches of unequal length, 3 probe rows: some rank is idle in one round, and at 4 ranks one has no context at all.
     case = (kind, checkpointing, 5, 2)
     parts = Launch(world, sharded_steps, tmp_path, *case).results()
     compare(whole_steps(*case), parts)
-    empty = [n for n, counts in parts[-1][0]["rows"].items() if not counts[0]]
+    empty = [n for n, counts in parts[-1][0]["rows"].items() if counts == {0}]
     assert bool(empty) == (kind == "odd" and world > 2)
 
 
-@pytest.mark.parametrize(("world", "microbatches"), [(1, 3), (2, 2)])
-@pytest.mark.parametrize("kind", ["tiny", "odd"])
+@pytest.mark.parametrize(("kind", "world", "microbatches"), [("tiny", 1, 3), ("tiny", 2, 2), ("odd", 2, 2)])
 def test_bits_are_equal_where_the_order_of_additions_is(whole_steps, tmp_path, kind, world, microbatches):
     case = (kind, True, microbatches, 3)
     whole, parts = whole_steps(*case), Launch(world, sharded_steps, tmp_path, *case).results()
     for number, row in enumerate(whole):
-        for mine in (seen[number] for seen in parts):
-            assert {k: distance(row[k], mine[k]) for k in "SUvW"} == dict.fromkeys("SUvW", 0.0)
-            assert mine["fingerprint"] == row["fingerprint"]
+        assert {k: distance(row[k], parts[0][number][k]) for k in "SUvW"} == dict.fromkeys("SUvW", 0.0)
+        assert {seen[number]["own"] for seen in parts} == {row["fingerprint"]}
 
 
-@pytest.mark.parametrize(("kind", "world"), [("llm", 2), ("llm3", 3), ("llm2", 4)])
-def test_the_real_llm(tmp_path, kind, world):
-    case = (kind, True, 3, 1)
+@pytest.mark.parametrize(("kind", "world", "microbatches"), [("llm", 2, 2), ("llm2", 3, 3), ("llm1", 4, 3)])
+def test_the_real_llm(tmp_path, kind, world, microbatches):
+    """Whole on 2 ranks; its first layers on 3 and 4."""
+    case = (kind, True, microbatches, 1)
     compare(single_steps(*case), Launch(world, sharded_steps, tmp_path, *case).results())
 
 
@@ -277,13 +281,23 @@ def policy(tmp_path_factory):
 
 
 def run_settings(policy, out, **changes):
-    return settings(policy, out, **({"gradient_checkpointing": True, "checkpoint_every": 1} | changes))
+    # Factors sent in fp32: bf16 makes of a last bit in fp32, now and then, the last bit of a bf16 entry, and 2e-6 of a weight matrix.
+    optim = {"update_ratio": 1e-2, "wire_dtype": "float32"}
+    return settings(policy, out, **({"gradient_checkpointing": True, "checkpoint_every": 1, "optim": optim} | changes))
 
 
 def train(folder, cfg) -> tuple:
     trainer = DistributedTrainer(cfg)
+    if trainer.ranks.first:
+        first_digit(trainer)
     end = trainer.run()
     return end["kind"], trainer.method.version
+
+
+def train_alone(cfg) -> None:
+    trainer = Trainer(cfg)
+    first_digit(trainer)
+    trainer.run()
 
 
 def outcome(cfg) -> tuple[dict, list[dict], dict]:
@@ -297,7 +311,7 @@ def assert_same_run(ours, theirs) -> None:
     for mine, other in zip(ours[1], theirs[1]):
         assert mine.keys() == other.keys()
         for key in exact(mine).keys() - {"fingerprint", "payload_bytes"}:
-            allowed = ROUNDING if key == "exact_kl" else 1e-5 if key in ("tis_max", "mismatch", "mismatch_ema") else TOLERANCE
+            allowed = 10 * ROUNDING if key == "exact_kl" else ROUNDING
             assert mine[key] == (pytest.approx(other[key], rel=allowed, abs=1e-8) if isinstance(other[key], float) else other[key]), key
     assert ours[2]["baseline"] == theirs[2]["baseline"] and ours[2]["frozen"] == theirs[2]["frozen"]
 
@@ -308,7 +322,7 @@ def whole_runs(policy, tmp_path_factory):
     made = {}
     for method in ("logra", "dense"):
         cfg = run_settings(policy, tmp_path_factory.mktemp("whole") / "run", method=method, updates=5)
-        Trainer(cfg).run()
+        train_alone(cfg)
         made[method] = outcome(cfg)
     return made
 
@@ -321,7 +335,7 @@ def test_a_run_goes_on_with_other_numbers_of_ranks(policy, whole_runs, tmp_path,
         if world:
             assert Launch(world, train, tmp_path / f"at-{updates}", cfg).results() == [("end", updates)] * world
         else:
-            Trainer(cfg).run()
+            train_alone(cfg)
         sharded = (checkpoint.latest(tmp_path / "run" / "checkpoint") / ".metadata").exists()
         assert sharded == (world > 0)
     assert_same_run(outcome(cfg), whole_runs[method])
@@ -337,8 +351,26 @@ def test_torchrun_is_the_whole_launch(policy, tmp_path):
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.count("after 1 updates") == 1
     assert [r["kind"] for r in read_log(tmp_path / "run" / "log.jsonl")[1]] == ["eval", "update", "eval", "end"]
-    refused = subprocess.run([*command, "seed=9"], env=environment, capture_output=True, text=True, timeout=200)
-    assert refused.returncode != 0 and "seed (saved 0, now 9)" in refused.stderr
+
+
+def refused(folder, path: str) -> tuple[int, str]:
+    os.environ["TORCHELASTIC_RUN_ID"] = "none"  # as torchrun sets it
+    errors = io.StringIO()
+    with contextlib.redirect_stderr(errors):
+        return train_main([path, "seed=9"]), errors.getvalue()
+
+
+def test_refusals_end_every_rank_by_name(policy, tmp_path):
+    cfg = run_settings(policy, tmp_path / "run", updates=0, eval_every=0)
+    path = tmp_path / "run.json"
+    path.write_text(json.dumps(asdict(cfg)))
+    Trainer(cfg).run()
+    for code, text in Launch(2, refused, tmp_path, str(path)).results():
+        assert code == 2 and "is of a finished run without a checkpoint" in text
+    with pytest.raises(ConfigError, match="MASTER_ADDR, MASTER_PORT not set"):
+        DistributedTrainer(cfg)
+    with pytest.raises(ConfigError, match="needs torchrun"):
+        Trainer(replace(cfg, compute_dtype="bfloat16"))
 
 
 # ---------------------------------------------------------------- failures on one rank
