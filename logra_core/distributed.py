@@ -19,7 +19,7 @@ from .config import ConfigError, OptimConfig, SketchConfig
 from .kl import ProbeBatch
 from .optim import LoGRA, MissingSketchError, row_scale
 from .ranks import Ranks
-from .sketch import Target
+from .sketch import SKETCH, Target
 from .sync import Masters, SketchUpdate, Weights, canonical, weight_fingerprint
 
 def decoder_blocks(model: nn.Module) -> list[nn.Module]:
@@ -39,6 +39,8 @@ def shard(model: nn.Module, ranks: Ranks, compute_dtype: str = "float32", blocks
     """
     if any(isinstance(m, FSDPModule) for m in model.modules()):
         raise RuntimeError("the model is sharded already")
+    if any(hasattr(m, SKETCH) for m in model.modules()):
+        raise RuntimeError("sketches are attached already: shard the model first, then attach, so that FSDP leaves them alone")
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32) if compute_dtype == "bfloat16" else MixedPrecisionPolicy()
     # The root too gives its whole weights back after a forward: a probe would otherwise leave copies behind that miss the update.
     for module in (*(decoder_blocks(model) if blocks is None else blocks), model):
@@ -61,7 +63,8 @@ class ShardedWeights(Weights):
         self.modules, self.ranks = modules, ranks
         self._digest: str | None = None
         self._norms: dict[str, float] = {}
-        Masters.__init__(self, {n: self._own(n).float() for n, m in modules.items() if m.weight.dtype != torch.float32})
+        rows = {n: self._own(n) for n in modules}
+        Masters.__init__(self, {n: W.float() for n, W in rows.items() if W.dtype != torch.float32})
 
     def _own(self, name: str) -> torch.Tensor:
         weight = self.modules[name].weight

@@ -6,7 +6,6 @@ Row shards are DTensor's: rank i holds rows [i c, (i + 1) c) of D with c = ceil(
 from __future__ import annotations
 
 import datetime
-import math
 import os
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -66,7 +65,7 @@ class Ranks:
 
     def sum(self, value: float) -> float:
         """Σ over ranks in float64 and in rank order: the same bits on every rank."""
-        return math.fsum(self.gather(float(value)))
+        return sum(self.gather(float(value)))
 
     def on_first(self, make: Callable[[], T], share: bool = False) -> T | None:
         """Run `make` on rank 0 while the others wait; they get its value with `share`, else None.
