@@ -184,14 +184,21 @@ class ShardedLoGRA(LoGRA):
         self._reduce()
         return [n for n in self.targets if n not in self._sums]
 
-    def _factor(self, name: str, target: Target, group: dict) -> tuple[torch.Tensor, torch.Tensor]:
-        S_dR, v_d, length = self._sums[name], self.state[target.sketch]["v"], target.module.out_features
-        if self.optim_config.rule == "row_adam":
+    def _factor(self, name: str, target: Target, group: dict) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        state, length = self.state[target.sketch], target.module.out_features
+        S_dR, v_d = self._sums[name], state["v"]
+        if self.optim_config.rule == "row_adam" and type(target) is Target:  # rows need of each other no more than their norms
             square_d = torch.linalg.vector_norm(S_dR, dim=1).square()
             square_D, v_D = self.ranks.gather_rows(torch.stack([square_d, v_d], 1), length).T.contiguous()
             scale_D, v_D = row_scale(square_D, v_D, S_dR.shape[1], self.version + 1, group["beta2"], group["eps"])
-            S_dR, v_d = self.ranks.own_rows(scale_D)[:, None] * S_dR, self.ranks.own_rows(v_D).clone()
-        return self.ranks.gather_rows(S_dR, length), v_d
+            U_DR = self.ranks.gather_rows(self.ranks.own_rows(scale_D)[:, None] * S_dR, length)
+            return U_DR, target.projection(), self.ranks.own_rows(v_D).clone()
+        target.sketch.grad, state["v"] = self.ranks.gather_rows(S_dR, len(target.sketch)), self.ranks.gather_rows(v_d, length)
+        try:  # any other rule: from the whole sketch, on every rank
+            U_DR, V_RK, v_D = super()._factor(name, target, group)
+        finally:
+            target.sketch.grad, state["v"] = None, v_d
+        return U_DR, V_RK, self.ranks.own_rows(v_D).clone()
 
     def _reduce(self) -> None:
         """Sum what has accumulated over ranks and keep this rank's rows; the whole sketches are freed one by one."""

@@ -128,10 +128,10 @@ class LoGRA(torch.optim.Optimizer):
                 "enabled first, and call the layers as modules"
             )
         group = self.param_groups[0]
-        factors, moments, norms = {}, {}, []
+        factors, right, moments, norms = {}, {}, {}, []
         for name, target in self.targets.items():
-            factors[name], moments[name] = self._factor(name, target, group)
-            norms.append(product_norm_sq(factors[name], target.projection()))
+            factors[name], right[name], moments[name] = self._factor(name, target, group)
+            norms.append(product_norm_sq(factors[name], right[name]))
         norms = torch.stack(norms).tolist()
         if bad := [n for n, norm in zip(factors, norms, strict=True) if not norm <= LARGEST**2]:  # NaN and infinity reach the norm
             raise NonFiniteError(f"sketch of {', '.join(bad[:5])} holds NaN, infinity or a value above {LARGEST:g}: nothing was changed")
@@ -143,7 +143,7 @@ class LoGRA(torch.optim.Optimizer):
         first = next(iter(self.targets.values()))
         update = SketchUpdate(
             self.run_id, self.version + 1, first.spec, factors, {n: t.width for n, t in self.targets.items()},
-            drawn={n: t.projection() for n, t in self.targets.items()},
+            drawn=right,
         )  # fmt: skip
         self._pending = (update, moments, group["lr"] * weights)
         return update
@@ -218,12 +218,13 @@ class LoGRA(torch.optim.Optimizer):
         """Targets that no backward has reached."""
         return [n for n, t in self.targets.items() if t.sketch.grad is None]
 
-    def _factor(self, name: str, target: Target, group: dict) -> tuple[torch.Tensor, torch.Tensor]:
-        """U [D, R] before the common factor, and the layer's new moment [D]."""
-        S_DR, v_D = target.sketch.grad, self.state[target.sketch]["v"]
+    def _factor(self, name: str, target: Target, group: dict) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """U [D, R] before the common factor, V [R, K], and the layer's new moment [D]."""
+        S_DR, V_RK, v_D = target.sketch.grad, target.projection(), self.state[target.sketch]["v"]
         if self.optim_config.rule == "row_adam":
-            return row_adam(S_DR, v_D, self.version + 1, group["beta2"], group["eps"])
-        return sgd(S_DR), v_D
+            U_DR, v_D = row_adam(S_DR, v_D, self.version + 1, group["beta2"], group["eps"])
+            return U_DR, V_RK, v_D
+        return sgd(S_DR), V_RK, v_D
 
     def _redraw(self) -> None:
         spec = ProjectionSpec(self.config.seed, self.version if self.config.refresh else 0, self.config.rank, self.config.distribution)

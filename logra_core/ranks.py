@@ -5,9 +5,10 @@ Row shards are DTensor's: rank i holds rows [i c, (i + 1) c) of D with c = ceil(
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import torch
@@ -18,6 +19,7 @@ from torch.distributed.tensor import DTensor, Shard
 from .config import ConfigError
 
 T = TypeVar("T")
+LAUNCH = frozenset(f"{scope}{kind}" for scope in ("", "LOCAL_", "GROUP_", "ROLE_") for kind in ("RANK", "WORLD_SIZE")) | {"MASTER_ADDR", "MASTER_PORT"}
 
 
 class PeerError(RuntimeError):
@@ -28,6 +30,31 @@ def rows_of(length: int, world: int, rank: int) -> slice:
     """Rows of a tensor of `length` rows that a rank holds, as DTensor's Shard(0) cuts it; empty for the last ranks of a short one."""
     chunk = -(-length // world)
     return slice(min(rank * chunk, length), min((rank + 1) * chunk, length))
+
+
+def spare_devices(visible: str | None, count: int, ranks: int) -> str | None:
+    """CUDA_VISIBLE_DEVICES of the node's GPUs that no rank trains on (those after the first `ranks`); None when there are none.
+
+    visible: its value now (None: all). count: GPUs that torch sees.
+    """
+    names = visible.split(",") if visible else [str(i) for i in range(count)]
+    return ",".join(names[ranks:count]) or None
+
+
+@contextlib.contextmanager
+def outside_launch(devices: str | None = None) -> Iterator[None]:
+    """Environment for a library that starts processes of its own here: without torchrun's variables, which would make them look for the
+    ranks of this launch, and with `devices` visible (None: those that are visible now)."""
+    changed = [k for k in os.environ if k in LAUNCH or k.startswith("TORCHELASTIC_")] + (["CUDA_VISIBLE_DEVICES"] if devices else [])
+    before = {k: os.environ.pop(k, None) for k in changed}
+    if devices:
+        os.environ["CUDA_VISIBLE_DEVICES"] = devices
+    try:
+        yield
+    finally:
+        for name in changed:
+            os.environ.pop(name, None)
+        os.environ |= {k: v for k, v in before.items() if v is not None}
 
 
 class Ranks:

@@ -8,6 +8,7 @@ so gradients are summed over ranks. All ranks take a step or none does. On sever
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,8 @@ from .distributed import ShardedLoGRA, ShardedWeights, SharedProbe, shard
 from .kl import ProbeBatch, StepController
 from .methods import DenseMethod, LograMethod, Message, Method
 from .optim import MissingSketchError, NonFiniteError
-from .ranks import PeerError, Ranks
-from .rollout import Rollouts, make_engine
+from .ranks import PeerError, Ranks, outside_launch, spare_devices
+from .rollout import RolloutEngine, Rollouts, make_engine
 from .sketch import select_targets
 from .sync import Weights, full_state_bytes
 from .tasks import Grade, make_task
@@ -71,7 +72,7 @@ class ShardedDenseMethod(DenseMethod):
         self.weights.changed()
 
     def _by_rows(self, value: torch.Tensor) -> torch.Tensor:
-        return self.ranks.as_dtensor(self.ranks.own_rows(value).clone(), len(value)) if value.dim() else value
+        return self.ranks.as_dtensor(self.ranks.own_rows(value).to(self.ranks.device, copy=True), len(value)) if value.dim() else value
 
     def _message(self) -> Message:
         self.weights.changed()
@@ -105,7 +106,12 @@ class DistributedTrainer(Trainer):
         self._frozen_digest = checkpoint.frozen_digest(self.model, Weights(layers))  # what does not train is whole only now
         shard(self.model, self.ranks, cfg.compute_dtype)
         self.method = kinds[cfg.method](self.model, cfg, self.ranks)
-        self.engine = self.ranks.on_first(lambda: make_engine(cfg))
+        self.engine = self.ranks.on_first(self._start_engine)
+
+    def _start_engine(self) -> RolloutEngine:
+        spare = spare_devices(os.environ.get("CUDA_VISIBLE_DEVICES"), torch.cuda.device_count(), int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
+        with outside_launch(spare):
+            return make_engine(self.cfg)
 
     def run(self) -> dict[str, Any]:
         try:

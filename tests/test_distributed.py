@@ -25,7 +25,7 @@ from tiny import tiny_policy
 
 from logra_core import ConfigError, LoGRA, OptimConfig, SketchConfig, checkpoint, kl, optim
 from logra_core.distributed import ShardedLoGRA, SharedProbe, decoder_blocks, shard
-from logra_core.ranks import Ranks, rows_of
+from logra_core.ranks import Ranks, outside_launch, rows_of, spare_devices
 from logra_core.runlog import read_log
 from logra_core.sync import weight_fingerprint
 from logra_core.train import Trainer
@@ -65,14 +65,14 @@ def microbatch(model, i: int) -> torch.Tensor:
     return policy_loss(model, ids, seed=i) * ids[:, 1:].numel() / 100
 
 
-def settings_of(refresh: bool = True):
-    return SketchConfig(rank=8, refresh=refresh), OptimConfig(update_ratio=1e-2, wire_dtype="float32")
+def settings_of(kind: str = "tiny"):
+    return SketchConfig(rank=8), OptimConfig(rule="sgd" if kind == "sgd" else "row_adam", update_ratio=1e-2, wire_dtype="float32")
 
 
 def single_steps(kind: str, checkpointing: bool, microbatches: int, updates: int) -> list[dict]:
     """What one process makes of it, update by update."""
     model, seen = build(kind, checkpointing), []
-    logra = LoGRA(model, *settings_of())
+    logra = LoGRA(model, *settings_of(kind))
     probe = probe_batch(random_ids(3, 12, model.config.vocab_size, 9), 5)
     for _ in range(updates):
         for i in range(microbatches):
@@ -92,7 +92,7 @@ def sharded_steps(folder, kind: str, checkpointing: bool, microbatches: int, upd
     kl.LOGITS = 1000  # a row of the probe at a time, so that ranks have unequal numbers of passes to make
     ranks, model, seen = Ranks(60), build(kind, checkpointing), []
     shard(model, ranks)
-    logra = ShardedLoGRA(model, ranks, *settings_of())
+    logra = ShardedLoGRA(model, ranks, *settings_of(kind))
     lengths = {n: t.module.out_features for n, t in logra.targets.items()}
     ids = random_ids(3, 12, model.config.vocab_size, 9)[ranks.rank :: ranks.world]
     probe = SharedProbe(probe_batch(ids, 5) if len(ids) else None, ranks)
@@ -146,7 +146,7 @@ def whole_steps():
 
 @pytest.mark.parametrize(
     ("kind", "checkpointing", "world"),
-    [("tiny", False, 2), ("tiny", True, 3), ("tiny", True, 4), ("odd", True, 2), ("odd", False, 3), ("odd", True, 4)],
+    [("tiny", False, 2), ("tiny", True, 3), ("tiny", True, 4), ("odd", True, 2), ("odd", False, 3), ("odd", True, 4), ("sgd", True, 3)],
 )
 def test_ranks_compute_what_one_process_does(whole_steps, tmp_path, kind, checkpointing, world):
     # 5 microbatches of unequal length, 3 probe rows: some rank is idle in one round, and at 4 ranks one has no context at all.
@@ -173,12 +173,50 @@ def test_the_real_llm(tmp_path, kind, world, microbatches):
     compare(single_steps(*case), Launch(world, sharded_steps, tmp_path, *case).results())
 
 
+def two_forwards(folder) -> tuple:
+    ranks, model = Ranks(60), build("tiny", True)
+    shard(model, ranks)
+    logra = ShardedLoGRA(model, ranks, *settings_of())
+    sum(microbatch(model, i) for i in range(ranks.rank, 4, 2)).backward()
+    logra.grad_norm()
+    S = {n: ranks.gather_rows(S, logra.targets[n].module.out_features) for n, S in logra._sums.items()}
+    microbatch(model, 4 + ranks.rank).backward()  # after a reduction too, what comes later adds up
+    norm = logra.grad_norm()
+    ranks.close()
+    return S, norm
+
+
+def test_several_forwards_before_a_backward_and_backwards_after_a_reduction(whole_steps, tmp_path):
+    whole = {m: whole_steps("tiny", True, m, 1)[0] for m in (4, 6)}
+    for S, norm in Launch(2, two_forwards, tmp_path).results():
+        assert distance(whole[4]["S"], S) < TOLERANCE and norm == pytest.approx(whole[6]["norm"], rel=TOLERANCE)
+
+
 @pytest.mark.parametrize("world", [1, 2, 3, 4, 7, 8])
 def test_rows_are_cut_as_dtensor_cuts_them(world):
     for length in range(1, 40):
         chunks = [c.tolist() for c in torch.arange(length).chunk(world)]
         chunks += [[]] * (world - len(chunks))
         assert [list(range(length))[rows_of(length, world, r)] for r in range(world)] == chunks
+
+
+def test_an_engine_starts_outside_the_launch_on_gpus_that_no_rank_has(monkeypatch):
+    for name in ("RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE"):
+        monkeypatch.setenv(name, "1")
+    for visible, count, ranks, spare in (
+        (None, 8, 4, "4,5,6,7"), ("2,3,GPU-a", 3, 2, "GPU-a"), (None, 4, 4, None), (None, 0, 1, None), ("7", 1, 1, None),
+    ):  # fmt: skip
+        assert spare_devices(visible, count, ranks) == spare
+    for visible in (None, "0,1"):
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+        if visible:
+            monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        before = dict(os.environ)
+        with pytest.raises(KeyError), outside_launch("6,7"):
+            assert dict(os.environ) == {k: v for k, v in before.items() if os.environ.get(k) == v} | {"CUDA_VISIBLE_DEVICES": "6,7"}
+            assert not {"RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE"} & set(os.environ)
+            raise KeyError
+        assert dict(os.environ) == before
 
 
 def bad_use(folder) -> list[str]:
@@ -346,6 +384,10 @@ def test_a_run_goes_on_with_other_numbers_of_ranks(policy, whole_runs, tmp_path,
         sharded = (checkpoint.latest(tmp_path / "run" / "checkpoint") / ".metadata").exists()
         assert sharded == (world > 0)
     assert_same_run(outcome(cfg), whole_runs[method])
+    if worlds == (2, 4, 0):  # a finished run stays as it is
+        before = (tmp_path / "run" / "log.jsonl").read_bytes()
+        assert Launch(2, train, tmp_path / "finished", cfg).results() == [("end", 5)] * 2
+        assert (tmp_path / "run" / "log.jsonl").read_bytes() == before
 
 
 def test_torchrun_is_the_whole_launch(policy, tmp_path):
