@@ -1,7 +1,7 @@
 """Several processes as one: a decoder sharded by FSDP2, sketches summed over the data ranks, moments and masters kept by rows.
 
-A sketch accumulates whole on every rank, outside FSDP, and is summed over ranks and cut by rows once an update (never summed over rows:
-METHOD section 2). The rows of U are then put together on every rank, since the probe, the message and the merge all read it, so that from the summed sketch
+A sketch accumulates whole on every rank, outside FSDP, and is summed over ranks and cut by rows once an update (METHOD section 2: summed
+over ranks, never over rows). The rows of U are then put together on every rank, since the probe, the message and the merge all read it, so that from the summed sketch
 on each number is computed by the code and in the shapes of a single process, and comes out with its bits.
 """
 
@@ -62,7 +62,7 @@ class ShardedWeights(Weights):
     def __init__(self, modules: dict[str, nn.Linear], ranks: Ranks) -> None:
         self.modules, self.ranks = modules, ranks
         self._digest: str | None = None
-        self._norms: dict[str, float] = {}
+        self._norms: dict[str, tuple[float, float]] = {}  # ‖W‖² of the layer, ‖·‖ of this rank's rows when it was taken
         rows = {n: self._own(n) for n in modules}
         Masters.__init__(self, {n: W.float() for n, W in rows.items() if W.dtype != torch.float32})
 
@@ -93,7 +93,7 @@ class ShardedWeights(Weights):
         W_DK.addmm_(U_DR.to(W_DK.device, torch.float32), V_RK.to(W_DK.device), alpha=-1)
         self.master(name).copy_(self.ranks.own_rows(W_DK))
         self.write_back(name)
-        self._norms[name] = _norm_sq(W_DK)
+        self._note_norm(name, W_DK)
 
     def set_(self, name: str, W_DK: torch.Tensor) -> None:
         """Take over a weight, given whole or as a DTensor sharded by rows."""
@@ -106,16 +106,31 @@ class ShardedWeights(Weights):
         return self.ranks.gather_rows(self.master(name), self.shapes[name][0])
 
     def norms_sq(self) -> list[float]:
-        """‖W‖² of each layer, in order."""
-        for name in [n for n in self.modules if n not in self._norms]:
-            self._norms[name] = _norm_sq(self.whole(name))
-        return [self._norms[n] for n in self.modules]
+        """‖W‖² of each layer, in order. Layers whose rows have changed on some rank, by whoever, are measured anew."""
+        stale = [n for n, norm in zip(self.modules, self._own_norms(self.modules)) if n not in self._norms or norm != self._norms[n][1]]
+        stale = set().union(*self.ranks.gather(stale))
+        for name in (n for n in self.modules if n in stale):
+            self._note_norm(name, self.whole(name))
+            self._digest = None
+        return [self._norms[n][0] for n in self.modules]
+
+    def _own_norms(self, names: Iterable[str]) -> list[float]:
+        return torch.stack(torch._foreach_norm([self.master(n) for n in names])).tolist()
+
+    def _note_norm(self, name: str, W_DK: torch.Tensor) -> None:
+        self._norms[name] = float(torch._foreach_norm([W_DK])[0].double().square()), self._own_norms([name])[0]
 
     def fingerprint(self, dtype: torch.dtype | None = None) -> str:
         if dtype is None and self._digest is not None:
             return self._digest
-        layers = ((n, self.whole(n) if dtype is None else canonical(self.whole(n).to(dtype))) for n in sorted(self.shapes))
-        digest = weight_fingerprint(layers) if self.ranks.first else [None for _ in layers] and ""
+        whole = ((n, self.whole(n)) for n in sorted(self.shapes))
+        rounded = ((n, W_DK if dtype is None else canonical(W_DK.to(dtype))) for n, W_DK in whole)
+        digest = ""
+        if self.ranks.first:
+            digest = weight_fingerprint(rounded)
+        else:  # gathers with the others, and digests nothing
+            for _ in whole:
+                pass
         digest = self.ranks.from_first(lambda: digest)
         if dtype is None:
             self._digest = digest
@@ -129,10 +144,6 @@ class ShardedWeights(Weights):
             if self.ranks.first:
                 made[name] = W_DK.cpu()
         return Masters(made) if self.ranks.first else None
-
-
-def _norm_sq(W_DK: torch.Tensor) -> float:
-    return float(torch._foreach_norm([W_DK])[0].double().square())
 
 
 class ShardedLoGRA(LoGRA):

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Shard
 from .config import ConfigError
 
 T = TypeVar("T")
-LAUNCH = frozenset(f"{scope}{kind}" for scope in ("", "LOCAL_", "GROUP_", "ROLE_") for kind in ("RANK", "WORLD_SIZE")) | {"MASTER_ADDR", "MASTER_PORT"}
+LAUNCH = {"MASTER_ADDR", "MASTER_PORT"} | {scope + kind for scope in ("", "LOCAL_", "GROUP_", "ROLE_") for kind in ("RANK", "WORLD_SIZE")}
 
 
 class PeerError(RuntimeError):
