@@ -1,8 +1,10 @@
 """Checkpoints of a run: complete or not there at all.
 
 A checkpoint is a folder named by its update number, with `weights.safetensors` (fp32 target weights) and `state.pt` (all else, loadable
-with `weights_only=True`). It is written under a temporary name, flushed to disk and renamed; only then are older ones removed. A kill at
-any moment leaves the previous checkpoint or the new one, and remains of the temporary one that the next run sweeps away.
+with `weights_only=True`). Several processes write their rows of the large tensors with torch.distributed.checkpoint instead of the former;
+either kind is read by any number of processes. It is written under a temporary name, flushed to disk and renamed; only then are older
+ones removed. A kill at any moment leaves the previous checkpoint or the new one, and remains of the temporary one that the next run
+sweeps away.
 """
 
 from __future__ import annotations
@@ -10,18 +12,23 @@ from __future__ import annotations
 import fcntl
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any
 
 import torch
+import torch.distributed.checkpoint as dcp
 import xxhash
 from safetensors.torch import load_file, save_file
+from torch.distributed.tensor import DTensor
 
 from .sync import Weights
 
 FORMAT = 1
 TEMPORARY = ".tmp-"
-FREE = ("updates", "out", "eval_every", "checkpoint_every", "exact_kl_every")  # settings that may change between a kill and a resume
+SHARDED = "sharded tensor: "
+# settings that may change between a kill and a resume
+FREE = ("updates", "out", "eval_every", "checkpoint_every", "exact_kl_every", "peer_timeout")
 
 
 class CheckpointError(RuntimeError):
@@ -53,22 +60,46 @@ def frozen_digest(model: torch.nn.Module, weights: Weights) -> str:
 
 def save(folder: Path, update: int, weights: dict[str, torch.Tensor], state: dict[str, Any]) -> Path:
     """Write checkpoint `update` under `folder`, atomically, then drop the older ones. Returns its path."""
+    made = begin(folder, update)
+    save_file({n: w.detach().cpu().contiguous() for n, w in weights.items()}, made / "weights.safetensors")
+    return finish(made, state)
+
+
+def begin(folder: Path, update: int) -> Path:
+    """The folder, under a temporary name, to write checkpoint `update` into."""
     folder.mkdir(parents=True, exist_ok=True)
     sweep(folder)
-    made, final = folder / f"{TEMPORARY}{update:06d}", folder / f"{update:06d}"
-    if final.exists():
-        raise CheckpointError(f"{final} is there already; a run saves each update once")
+    if (folder / f"{update:06d}").exists():
+        raise CheckpointError(f"{folder / f'{update:06d}'} is there already; a run saves each update once")
+    made = folder / f"{TEMPORARY}{update:06d}"
     made.mkdir()
-    save_file({n: w.detach().cpu().contiguous() for n, w in weights.items()}, made / "weights.safetensors")
-    torch.save(state | {"format": FORMAT, "update": update}, made / "state.pt")
+    return made
+
+
+def finish(made: Path, state: dict[str, Any]) -> Path:
+    """Add the state, flush, give the folder its name, drop the older checkpoints."""
+    folder, number = made.parent, made.name.removeprefix(TEMPORARY)
+    torch.save(state | {"format": FORMAT, "update": int(number)}, made / "state.pt")
     for path in (*made.iterdir(), made):
         _flush(path)
     older = _complete(folder)
-    os.rename(made, final)
+    os.rename(made, folder / number)
     _flush(folder)
     for path in older:
         _remove(path)
-    return final
+    return folder / number
+
+
+def save_shards(made: Path, weights: dict[str, DTensor], state: dict[str, Any]) -> dict[str, Any]:
+    """Write the weights, and the DTensors found in `state`, with torch.distributed.checkpoint: every rank its rows. Collective.
+
+    Returns:
+        `state` with a note in each DTensor's place, for `finish`.
+    """
+    shards = {f"weights/{n}": w for n, w in weights.items()}
+    noted = _walk(state, lambda path, value: _note(shards, path, value))
+    dcp.save(shards, storage_writer=dcp.FileSystemWriter(made, single_file_per_rank=True, sync_files=True))
+    return noted
 
 
 def latest(folder: Path) -> Path | None:
@@ -77,16 +108,52 @@ def latest(folder: Path) -> Path | None:
     return found[-1] if found else None
 
 
-def load(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """(weights, state) of a checkpoint; `CheckpointError` if it cannot be read."""
+def load(path: Path, empty: Callable[[torch.Size, torch.dtype], torch.Tensor] | None = None) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """(weights, state) of a checkpoint, whoever wrote it; `CheckpointError` if it cannot be read.
+
+    empty: makes the DTensor that a sharded tensor is loaded into (then collective); None: a whole tensor, in one process.
+    """
     try:
         state = torch.load(path / "state.pt", map_location="cpu", weights_only=True)
-        weights = load_file(path / "weights.safetensors")
+        if (path / ".metadata").exists():
+            shards = _load_shards(path, empty)
+            state = _walk(state, lambda where, value: shards[value.removeprefix(SHARDED)] if _is_note(value) else value)
+            weights = {n.removeprefix("weights/"): w for n, w in shards.items() if n.startswith("weights/")}
+        else:
+            weights = load_file(path / "weights.safetensors")
     except Exception as error:  # torch and safetensors raise many kinds for damaged files
         raise CheckpointError(f"checkpoint {path} cannot be read ({type(error).__name__}: {error}); remove it to start over") from error
     if state.get("format") != FORMAT:
         raise CheckpointError(f"checkpoint {path} has format {state.get('format')!r}; expected {FORMAT}")
     return weights, state
+
+
+def _load_shards(path: Path, empty: Callable[[torch.Size, torch.dtype], torch.Tensor] | None) -> dict[str, torch.Tensor]:
+    reader = dcp.FileSystemReader(path)
+    sizes = {n: (m.size, m.properties.dtype) for n, m in reader.read_metadata().state_dict_metadata.items()}
+    shards = {n: torch.empty(size, dtype=dtype) if empty is None else empty(size, dtype) for n, (size, dtype) in sizes.items()}
+    dcp.load(shards, storage_reader=reader, no_dist=empty is None)
+    return shards
+
+
+def _walk(value: Any, change: Callable[[str, Any], Any], path: str = "state") -> Any:
+    """A copy of nested dicts, lists and tuples with every leaf changed."""
+    if isinstance(value, dict):
+        return {k: _walk(v, change, f"{path}/{k}") for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(_walk(v, change, f"{path}/{i}") for i, v in enumerate(value))
+    return change(path, value)
+
+
+def _note(shards: dict[str, DTensor], path: str, value: Any) -> Any:
+    if not isinstance(value, DTensor):
+        return value
+    shards[path] = value
+    return SHARDED + path
+
+
+def _is_note(value: Any) -> bool:
+    return isinstance(value, str) and value.startswith(SHARDED)
 
 
 def differing_fields(saved: dict, now: dict, prefix: str = "") -> list[str]:

@@ -17,6 +17,7 @@ ESTIMATORS = ("jvp", "finite_difference")
 SCHEDULES = ("none", "constant", "cosine")
 METHODS = ("logra", "dense")
 ENGINES = ("transformers", "vllm")
+COMPUTE_DTYPES = ("float32", "bfloat16")
 WIRE_DTYPES = ("bfloat16", "float32")
 QWEN_LLAMA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
@@ -226,6 +227,8 @@ class TrainConfig(_Checked):
 
     engine: of the rollouts; engines: how many of them share the prompts, or engine_urls: vLLM servers that already run.
     exact_kl_every: measure the exact KL of the step on the probe every so many updates, beside the predicted one (0: never).
+    compute_dtype: of forward and backward passes under torchrun; masters stay fp32. peer_timeout: seconds that a process of a torchrun
+    launch waits for the others, rollouts included, before it takes them for dead.
     """
 
     out: str = "data/runs/run"
@@ -251,10 +254,13 @@ class TrainConfig(_Checked):
     ppo: PPOConfig = field(default_factory=PPOConfig)
     dense: DenseConfig = field(default_factory=DenseConfig)
     exact_kl_every: int = 0
+    compute_dtype: str = "float32"
+    peer_timeout: float = 1800.0
 
     def _check(self) -> None:
         self._choice("method", METHODS)
         self._choice("engine", ENGINES)
+        self._choice("compute_dtype", COMPUTE_DTYPES)
         for name in ("updates", "eval_every", "threads", "seed", "exact_kl_every"):
             self._need(name, getattr(self, name) >= 0, ">= 0")
         for name in ("eval_problems", "eval_samples", "checkpoint_every", "engines"):
@@ -262,6 +268,7 @@ class TrainConfig(_Checked):
         object.__setattr__(self, "engine_urls", tuple(self.engine_urls))
         self._need("engine_urls", not self.engine_urls or (self.engine == "vllm" and self.engines == 1), "with engine vllm and engines 1")
         self._need("out", bool(self.out), "a folder")
+        self._need("peer_timeout", self.peer_timeout > 0, "> 0")
 
 
 def to_dict(config: Any) -> dict:

@@ -200,7 +200,9 @@ class GraderPool:
                 todo.clear()
             while len(self.workers) < min(self.count, len(todo) + len(busy)):
                 self.workers.append(_Worker(self.kind))
-            for worker in [w for w in self.workers if w not in busy and todo]:
+            for worker in [w for w in self.workers if w not in busy]:
+                if not todo:
+                    break
                 busy[worker] = (None, time.monotonic() + START_SECONDS)
                 if worker.ready:
                     i = todo.popleft()

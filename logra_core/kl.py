@@ -56,6 +56,10 @@ class ProbeBatch:
         """|P|."""
         return int(self.response_mask.sum())
 
+    def over_ranks(self, total: float) -> tuple[float, int]:
+        """(total, |P|), summed over all processes that share the batch; here one."""
+        return total, self.contexts
+
     def parts(self, vocabulary: int) -> Iterator[ProbeBatch]:
         """Rows in groups whose context logits stay below `LOGITS`; rows without a response token are left out."""
         kept = self.response_mask.any(1).nonzero().flatten()
@@ -98,7 +102,8 @@ def exact_kl(model: nn.Module, update: SketchUpdate, probe: ProbeBatch, alpha: f
                 after = _context_logits(model, part)
             for z_p, z_q in zip(before.split(CHUNK), after.split(CHUNK), strict=True):
                 total += float(kl_divergence(z_p, z_q, temperature).sum())
-    return total / probe.contexts
+    total, contexts = probe.over_ranks(total)
+    return total / contexts
 
 
 def q_finite_difference(model: nn.Module, update: SketchUpdate, probe: ProbeBatch, step: float, temperature: float = 1.0) -> float:
@@ -128,7 +133,8 @@ def q_jvp(model: nn.Module, update: SketchUpdate, probe: ProbeBatch, temperature
             if zdot_CV is not None:
                 for z, zdot in zip(z_CV.split(CHUNK), zdot_CV.split(CHUNK), strict=True):
                     total += float(logit_variance(z, zdot, temperature).sum())
-    return total / (2 * probe.contexts * temperature**2)
+    total, contexts = probe.over_ranks(total)
+    return total / (2 * contexts * temperature**2)
 
 
 def predict_q(model: nn.Module, update: SketchUpdate, probe: ProbeBatch, config: KLConfig) -> float:

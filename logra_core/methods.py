@@ -173,6 +173,9 @@ class DenseMethod:
         self.zero_grad()
         self.version += 1
         self._last = {"lr": lr}
+        return self._message()
+
+    def _message(self) -> Message:
         return Message(full_state_bytes(self.weights, self.run_id, self.version), full=True)
 
     def metrics(self) -> dict[str, Any]:

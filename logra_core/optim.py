@@ -14,7 +14,7 @@ from torch import nn
 
 from .config import ConfigError, OptimConfig, SketchConfig, to_dict
 from .projection import ProjectionSpec
-from .sketch import attach, detach
+from .sketch import Target, attach, detach
 from .sync import SketchUpdate, Weights
 
 TINY = torch.finfo(torch.float32).tiny
@@ -44,14 +44,20 @@ def row_adam(S_DR: torch.Tensor, v_D: torch.Tensor, step: int, beta2: float, eps
         U [D, R] with ‖U‖ = ‖S‖, and the new moment [D]; the inputs are unchanged. A zero S gives a zero U.
     """
     square_D = torch.linalg.vector_norm(S_DR, dim=1).square()  # Σ_j S²: the only pass over S besides U's own
-    v_D = beta2 * v_D + (1 - beta2) * square_D / S_DR.shape[1]  # v ← β2 v + (1−β2) mean_j S²
+    scale_D, v_D = row_scale(square_D, v_D, S_DR.shape[1], step, beta2, eps)
+    return scale_D[:, None] * S_DR, v_D
+
+
+def row_scale(square_D: torch.Tensor, v_D: torch.Tensor, rank: int, step: int, beta2: float, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """What RowAdam multiplies each row of S [D, rank] by, from the rows' Σ_j S² [D] alone, and the new moment [D]."""
+    v_D = beta2 * v_D + (1 - beta2) * square_D / rank  # v ← β2 v + (1−β2) mean_j S²
     root_D = (v_D / (1 - beta2**step)).sqrt()  # root = √(v / (1−β2ᵗ))
     inverse_D = 1 / (root_D + torch.clamp(eps * root_D.mean(), min=TINY))  # inv = 1 / (root + max(ε mean(root), tiny))
     inverse_D = inverse_D / inverse_D.max()  # rms(inv) is scale-free; this keeps its squares finite
     inverse_D = inverse_D / inverse_D.square().mean().sqrt()  # inv ← inv / rms(inv)
     norm_U = (inverse_D.square() @ square_D).sqrt()  # ‖inv ⊙ S‖
     scale = square_D.sum().sqrt() / norm_U.clamp(min=TINY)  # ‖U‖ = ‖S‖
-    return (inverse_D * scale)[:, None] * S_DR, v_D  # U = inv ⊙ S, rescaled
+    return inverse_D * scale, v_D  # U = inv ⊙ S, rescaled
 
 
 def product_norm_sq(U_DR: torch.Tensor, V_RK: torch.Tensor) -> torch.Tensor:
@@ -84,7 +90,7 @@ class LoGRA(torch.optim.Optimizer):
     ) -> None:
         self.model, self.config, self.optim_config, self.scale = model, sketch, optim, scale
         self.targets = attach(model, sketch)
-        self.weights = Weights({n: t.module for n, t in self.targets.items()})
+        self.weights = self._make_weights()
         self._pending: tuple[SketchUpdate, dict[str, torch.Tensor], float] | None = None  # update, new moments, size √Σ‖UA‖²
         group = {"params": [t.sketch for t in self.targets.values()], "logra": self._identity(uuid.uuid4().hex, 0)}
         super().__init__([group], {"lr": optim.update_ratio, "beta2": optim.beta2, "eps": optim.eps})
@@ -120,20 +126,16 @@ class LoGRA(torch.optim.Optimizer):
         Raises:
             MissingSketchError: a target saw no backward. NonFiniteError: a sketch or a weight holds NaN or infinity.
         """
-        if missing := [n for n, t in self.targets.items() if t.sketch.grad is None]:
+        if missing := self._missing():
             raise MissingSketchError(
                 f"no sketch for {len(missing)} of {len(self.targets)} targets ({', '.join(missing[:3])}): run loss.backward() with grad "
                 "enabled first, and call the layers as modules"
             )
         group = self.param_groups[0]
-        factors, moments, norms = {}, {}, []
+        factors, right, moments, norms = {}, {}, {}, []
         for name, target in self.targets.items():
-            S_DR, v_D = target.sketch.grad, self.state[target.sketch]["v"]
-            if self.optim_config.rule == "row_adam":
-                factors[name], moments[name] = row_adam(S_DR, v_D, self.version + 1, group["beta2"], group["eps"])
-            else:
-                factors[name], moments[name] = sgd(S_DR), v_D
-            norms.append(product_norm_sq(factors[name], target.projection()))
+            factors[name], right[name], moments[name] = self._factor(name, target, group)
+            norms.append(product_norm_sq(factors[name], right[name]))
         norms = torch.stack(norms).tolist()
         if bad := [n for n, norm in zip(factors, norms, strict=True) if not norm <= LARGEST**2]:  # NaN and infinity reach the norm
             raise NonFiniteError(f"sketch of {', '.join(bad[:5])} holds NaN, infinity or a value above {LARGEST:g}: nothing was changed")
@@ -145,7 +147,7 @@ class LoGRA(torch.optim.Optimizer):
         first = next(iter(self.targets.values()))
         update = SketchUpdate(
             self.run_id, self.version + 1, first.spec, factors, {n: t.width for n, t in self.targets.items()},
-            drawn={n: t.projection() for n, t in self.targets.items()},
+            drawn=right,
         )  # fmt: skip
         self._pending = (update, moments, group["lr"] * weights)
         return update
@@ -210,6 +212,23 @@ class LoGRA(torch.optim.Optimizer):
     def detach(self) -> None:
         """Take hooks and sketches off the model; this optimizer is of no use afterwards."""
         detach(self.model)
+
+    # ---- what distributed.py does in another way
+
+    def _make_weights(self) -> Weights:
+        return Weights({n: t.module for n, t in self.targets.items()})
+
+    def _missing(self) -> list[str]:
+        """Targets that no backward has reached."""
+        return [n for n, t in self.targets.items() if t.sketch.grad is None]
+
+    def _factor(self, name: str, target: Target, group: dict) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """U [D, R] before the common factor, V [R, K], and the layer's new moment [D]."""
+        S_DR, V_RK, v_D = target.sketch.grad, target.projection(), self.state[target.sketch]["v"]
+        if self.optim_config.rule == "row_adam":
+            U_DR, v_D = row_adam(S_DR, v_D, self.version + 1, group["beta2"], group["eps"])
+            return U_DR, V_RK, v_D
+        return sgd(S_DR), V_RK, v_D
 
     def _redraw(self) -> None:
         spec = ProjectionSpec(self.config.seed, self.version if self.config.refresh else 0, self.config.rank, self.config.distribution)

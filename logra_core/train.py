@@ -1,16 +1,17 @@
 """The training loop: tasks -> rollout -> grade -> advantages -> backward -> update -> sync -> log, with exact resume.
 
-`Trainer(cfg).run()` or `python -m logra_core.train config.yaml [dotted.key=value ...]`. Belongs here: the order of things, the seeds,
-the log rows. Methods are in methods.py, checkpoints in checkpoint.py, the algorithm in ppo.py. Every random choice is a function of
-(seed, update, purpose), so a run killed at any moment resumes to the same bits (on the same machine and thread count).
+`Trainer(cfg).run()` or `python -m logra_core.train config.yaml [dotted.key=value ...]`; under `torchrun -m logra_core.train` the same run
+on several processes (train_distributed.py). Belongs here: the order of things, the seeds, the log rows. Methods are in methods.py,
+going on after a kill in resume.py, the algorithm in ppo.py. Every random choice is a function of (seed, update, purpose), so a run killed at any
+moment resumes to the same bits (on the same machine and thread count).
 """
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
 import math
+import os
 import resource
 import sys
 import time
@@ -24,17 +25,18 @@ from tqdm.auto import tqdm
 from . import checkpoint
 from .config import ConfigError, SamplingConfig, TrainConfig, to_dict
 from .configfile import load_config
+from .evaluation import held_out, lengths, statuses
 from .kl import ProbeBatch
-from .methods import checkpoint_activations, make_method
+from .methods import Message, checkpoint_activations, make_method
 from .optim import NonFiniteError
 from .policy import load_policy
-from .ppo import RunningBaseline, mismatch, pass_at_k, ppo_loss, rewards_of, sequence_logprobs
+from .ppo import RunningBaseline, mismatch, ppo_loss, rewards_of, sequence_logprobs
+from .ranks import PeerError
+from .resume import Resumable
 from .rollout import Rollouts, make_engine, shared_prefix
-from .runlog import RunLog, read_log, scrub
-from .sync import SyncError, full_state_bytes
+from .runlog import read_log
+from .sync import SyncError
 from .tasks import Grade, Problem, make_task, messages
-
-EXAMPLES = 3  # responses kept in each evaluation row
 
 
 def derive_seed(seed: int, update: int, purpose: str) -> int:
@@ -42,7 +44,7 @@ def derive_seed(seed: int, update: int, purpose: str) -> int:
     return int.from_bytes(hashlib.sha256(f"{seed}|{update}|{purpose}".encode()).digest()[:8], "big") >> 1
 
 
-class Trainer:
+class Trainer(Resumable):
     """One run of `cfg`. Construction loads policy, task and engine; `run` trains, or resumes what `cfg.out` holds."""
 
     def __init__(self, cfg: TrainConfig) -> None:
@@ -54,23 +56,33 @@ class Trainer:
         if cfg.threads:
             torch.set_num_threads(cfg.threads)
         self.cfg, self.out = cfg, Path(cfg.out)
-        self.task = make_task(cfg.task)
+        self.log = self._lock = self.task = self.engine = None
+        self.quiet = False
+        self.share_prefix = not cfg.gradient_checkpointing  # compute the common beginning of a microbatch's prompts once
+        self._before_loading()
         self.model, self.tokenizer = load_policy(cfg.model or None)
         if self.tokenizer.chat_template is None:
             raise ConfigError(f"the tokenizer of {cfg.model!r} has no chat template; prompts are chat messages")
         self.pad_id = self.tokenizer.pad_token_id if self.tokenizer.pad_token_id is not None else self.tokenizer.eos_token_id
         if cfg.gradient_checkpointing:
             checkpoint_activations(self.model)
-        self.method = make_method(self.model, cfg)
-        self.engine = make_engine(cfg)
+        self._after_loading()
         self.baseline = RunningBaseline(cfg.ppo.baseline_weight)
         self.seconds: Counter[str] = Counter()
         self._late: Counter[str] = Counter()  # seconds spent after an update's row was written (its checkpoint); shown in the next row
         self._before = 0.0  # seconds of earlier processes of this run
         self._rows = 0
-        self.log = self._lock = None
 
-    # ------------------------------------------------------------------ run and resume
+    def _before_loading(self) -> None:
+        if self.cfg.compute_dtype != "float32":
+            raise ConfigError(f"compute_dtype = {self.cfg.compute_dtype!r} needs torchrun (one process will do); here float32 is allowed")
+        self.task = make_task(self.cfg.task)
+
+    def _after_loading(self) -> None:
+        self.method = make_method(self.model, self.cfg)
+        self.engine = make_engine(self.cfg)
+
+    # ------------------------------------------------------------------ the run
 
     def run(self) -> dict[str, Any]:
         """Train to `cfg.updates`; returns the last row of the log (kind "end")."""
@@ -80,7 +92,7 @@ class Trainer:
             if done == cfg.updates and (rows := read_log(self.out / "log.jsonl")[1]) and rows[-1]["kind"] == "end":
                 return rows[-1]
             self._clock = time.perf_counter()
-            bar = tqdm(total=cfg.updates, initial=done, desc=f"{cfg.method} {cfg.task.name}", unit="update")
+            bar = tqdm(total=cfg.updates, initial=done, desc=f"{cfg.method} {cfg.task.name}", unit="update", disable=self.quiet)
             if done == 0:
                 self._evaluate(0)
             for update in range(done + 1, cfg.updates + 1):
@@ -98,80 +110,9 @@ class Trainer:
 
     def close(self) -> None:
         """Release the engine, the graders and the log."""
-        self.engine.close()
-        self.task.close()
-        for held in (self.log, self._lock):
+        for held in (self.engine, self.task, self.log, self._lock):
             if held is not None:
                 held.close()
-
-    def _start(self) -> int:
-        """Open the log, restore the newest checkpoint if there is one, bring the engine into step. Returns the updates already done."""
-        log, folder = self.out / "log.jsonl", self.out / "checkpoint"
-        self._lock = checkpoint.lock(self.out)
-        checkpoint.sweep(folder)
-        found, done = checkpoint.latest(folder), 0
-        if found is not None:
-            done = self._restore(found)
-            if done > self.cfg.updates:
-                raise ConfigError(f"{found} is at update {done}; updates = {self.cfg.updates} lies before it")
-            if not log.exists():
-                raise checkpoint.CheckpointError(f"{found} has no log beside it: {log} is missing; remove the checkpoint to start over")
-            finished = done == self.cfg.updates
-            self.log = RunLog.resume(log, keep=lambda row: row["update"] <= done and (row["kind"] != "end" or finished))
-            rows = [r for r in read_log(log)[1] if r["kind"] != "end"]
-            if len(rows) != self._rows:
-                raise checkpoint.CheckpointError(f"{log} has {len(rows)} rows up to update {done}, the checkpoint {self._rows}")
-        else:
-            if log.exists():
-                self._only_restart(log)
-                log.unlink()
-            self.log = RunLog(log, self._header())
-        self.engine.resync(full_state_bytes(self.method.weights, self.method.run_id, self.method.version))
-        return done
-
-    def _only_restart(self, log: Path) -> None:
-        """A log without a checkpoint is of a run killed early, which starts over; refuse to overwrite anything else."""
-        header, rows = read_log(log)
-        if any(r["kind"] == "end" for r in rows):
-            raise ConfigError(f"{log} is of a finished run without a checkpoint; choose another folder or remove it")
-        if differ := checkpoint.differing_fields(header.get("config", {}), scrub(_json(to_dict(self.cfg)))):
-            raise ConfigError(f"{log} is of another run: {'; '.join(differ)}; choose another folder or remove it")
-
-    def _restore(self, path: Path) -> int:
-        weights, state = checkpoint.load(path)
-        if differ := checkpoint.differing_fields(json.loads(state["config"]), _json(to_dict(self.cfg))):
-            raise ConfigError(f"cannot resume {path} with other settings: {'; '.join(differ)}")
-        if state["frozen"] != checkpoint.frozen_digest(self.model, self.method.weights):
-            raise checkpoint.CheckpointError(f"{path} is of another model: its frozen weights differ from those of {self.cfg.model!r}")
-        if set(weights) != set(self.method.weights.modules):
-            raise checkpoint.CheckpointError(f"{path} holds {len(weights)} weights; this run trains others")
-        if state["threads"] != torch.get_num_threads():
-            tqdm.write(f"resuming with {torch.get_num_threads()} threads what ran with {state['threads']}: last bits may differ")
-        self.method.load_state_dict(state["method"])
-        with torch.no_grad():
-            for name, value in weights.items():
-                self.method.weights.set_(name, value)
-        if (ours := self.method.weights.fingerprint()) != state["fingerprint"]:
-            raise checkpoint.CheckpointError(f"{path}: restored weights have fingerprint {ours}, saved {state['fingerprint']}; damaged")
-        self.baseline.load_state_dict(state["baseline"])
-        self._before, self._rows = state["elapsed"], state["rows"]
-        return int(state["update"])
-
-    def _save(self, update: int) -> None:
-        started = time.perf_counter()
-        state = {
-            "config": json.dumps(to_dict(self.cfg)),
-            "method": self.method.state_dict(),
-            "baseline": self.baseline.state_dict(),
-            "fingerprint": self.method.weights.fingerprint(),
-            "frozen": checkpoint.frozen_digest(self.model, self.method.weights),
-            "rows": self._rows,
-            "elapsed": self._elapsed(),
-            "threads": torch.get_num_threads(),
-        }
-        masters = {n: self.method.weights.master(n) for n in self.method.weights.modules}
-        checkpoint.save(self.out / "checkpoint", update, masters, state)
-        self._late["checkpoint"] += time.perf_counter() - started
 
     # ------------------------------------------------------------------ one update
 
@@ -179,10 +120,7 @@ class Trainer:
         cfg, method = self.cfg, self.method
         started = time.perf_counter()
         self.seconds, self._late = self._late, Counter()
-        problems = self.task.train(update - 1, cfg.ppo.prompts_per_update, cfg.seed)
-        rollouts = self._generate(problems, cfg.sampling, derive_seed(cfg.seed, update, "rollout"))
-        with self._phase("grade"):
-            grades = self.task.grade(rollouts.texts, problems)
+        rollouts, grades = self._respond(update)
         rewards = rewards_of([g.correct for g in grades], cfg.ppo.failure_reward)
         advantages, baseline = self.baseline.advantages(rewards), self.baseline.value
         try:
@@ -205,36 +143,37 @@ class Trainer:
             message = method.apply(proposed, alpha)
         self.baseline.observe(rewards)
         with self._phase("sync"):
-            (self.engine.resync if message.full else self.engine.sync)(message.data)
+            self._send(message)
         self.seconds["total"] = time.perf_counter() - started
         return self._row(
             "update", update=update, version=method.version, reward_rate=sum(g.correct for g in grades) / len(grades), baseline=baseline,
-            advantage=float(advantages.double().mean()), grades=_statuses(grades), tokens=rollouts.tokens, **_lengths(rollouts),
+            advantage=float(advantages.double().mean()), grades=statuses(grades), tokens=rollouts.tokens, **lengths(rollouts),
             **stats, grad_norm=grad_norm, **method.metrics(), exact_kl=measured,
             payload_bytes=len(message.data), full_weights_bytes=4 * sum(m.weight.numel() for m in method.weights.modules.values()),
         )  # fmt: skip
 
+    def _respond(self, update: int) -> tuple[Rollouts, list[Grade]]:
+        """The batch of an update and its verdicts."""
+        problems = self.task.train(update - 1, self.cfg.ppo.prompts_per_update, self.cfg.seed)
+        rollouts = self._generate(problems, self.cfg.sampling, derive_seed(self.cfg.seed, update, "rollout"))
+        with self._phase("grade"):
+            return rollouts, self.task.grade(rollouts.texts, problems)
+
+    def _send(self, message: Message) -> None:
+        (self.engine.resync if message.full else self.engine.sync)(message.data)
+
     def _backward(self, update: int, rollouts: Rollouts, advantages: torch.Tensor) -> dict[str, float]:
         """Accumulate the batch's gradient, a microbatch at a time (like lengths together). Returns loss, TIS and mismatch figures."""
-        cfg, loss_sum, peak, sums, seen = self.cfg.ppo, 0.0, 0.0, Counter(), []
+        size, loss_sum, peak, sums, seen = self.cfg.ppo.microbatch, 0.0, 0.0, Counter(), []
         order = sorted(range(len(rollouts)), key=lambda i: (len(rollouts.response_ids[i]) + len(rollouts.prompt_ids[i]), i))
-        finished = torch.tensor([r == "stop" for r in rollouts.finish_reasons])
-        for start in range(0, len(order), cfg.microbatch):
-            rows = order[start : start + cfg.microbatch]
-            part = rollouts.select(rows)
-            shared = 0 if self.cfg.gradient_checkpointing else shared_prefix(part.prompt_ids)
-            padded = part.padded(self.pad_id, skip=shared)
-            mask, rollout_logp = padded["response_mask"], padded["rollout_logprobs"]
-            logp = sequence_logprobs(self.model, padded, self.cfg.sampling.temperature, part.prompt_ids[0][:shared])
-            moved = (x.to(logp.device) for x in (rollout_logp, advantages[rows], mask))
-            loss, stats = ppo_loss(logp, *moved, rollouts.tokens, cfg.clip, cfg.tis_cap)
-            if not math.isfinite(loss.item()):
-                raise NonFiniteError(f"loss of microbatch {start // cfg.microbatch} is {loss.item()}")
-            loss.backward()
-            loss_sum += loss.item()
+        groups = [order[start : start + size] for start in range(0, len(order), size)]
+        for number, (loss, stats, tokens) in enumerate(self._microbatches(rollouts, advantages, groups)):
+            if not math.isfinite(loss):
+                raise NonFiniteError(f"loss of microbatch {number} is {loss}")
+            loss_sum += loss
             peak = max(peak, stats.pop("tis_max"))
             sums.update(stats)
-            seen.append((rollout_logp[mask], logp.detach().cpu()[mask], finished[rows].repeat_interleave(mask.sum(1))))
+            seen.append(tokens)
         rolled, trained, ended = (torch.cat(parts) for parts in zip(*seen))  # one row a token
         gap = mismatch(rolled[:, None], trained[:, None], torch.ones(len(rolled), 1, dtype=torch.bool), ended)
         n = rollouts.tokens
@@ -243,11 +182,31 @@ class Trainer:
             "mismatch": gap, "logprob": float(trained.double().mean()),
         }  # fmt: skip
 
+    def _microbatches(self, rollouts: Rollouts, advantages: torch.Tensor, groups: list[list[int]]) -> Iterator[tuple]:
+        """What `_microbatch` returns for each group of rows, in order."""
+        return (self._microbatch(rollouts, advantages, rows) for rows in groups)
+
+    def _microbatch(self, rollouts: Rollouts, advantages: torch.Tensor, rows: list[int]) -> tuple[float, dict, tuple]:
+        """Forward and backward of some rows. Returns the loss, sums of `ppo_loss`, and a token each: rollout and trainer log-prob, finished."""
+        cfg, part = self.cfg.ppo, rollouts.select(rows)
+        shared = shared_prefix(part.prompt_ids) if self.share_prefix else 0
+        padded = part.padded(self.pad_id, skip=shared)
+        mask, rollout_logp = padded["response_mask"], padded["rollout_logprobs"]
+        logp = sequence_logprobs(self.model, padded, self.cfg.sampling.temperature, part.prompt_ids[0][:shared])
+        moved = (x.to(logp.device) for x in (rollout_logp, advantages[rows], mask))
+        loss, stats = ppo_loss(logp, *moved, rollouts.tokens, cfg.clip, cfg.tis_cap)
+        loss.backward()
+        ended = torch.tensor([r == "stop" for r in part.finish_reasons]).repeat_interleave(mask.sum(1))
+        return loss.item(), stats, (rollout_logp[mask], logp.detach().cpu()[mask], ended)
+
     def _probe(self, update: int, rollouts: Rollouts) -> ProbeBatch:
         """Contexts of the KL prediction: `kl.probe_responses` responses of the batch, drawn by (seed, update)."""
         generator = torch.Generator().manual_seed(derive_seed(self.cfg.seed, update, "probe"))
         chosen = sorted(torch.randperm(len(rollouts), generator=generator)[: self.cfg.kl.probe_responses].tolist())
-        padded = rollouts.select(chosen).padded(self.pad_id)
+        return self._probe_of(rollouts, chosen)
+
+    def _probe_of(self, rollouts: Rollouts, rows: list[int]) -> ProbeBatch:
+        padded = rollouts.select(rows).padded(self.pad_id)
         device = self.model.get_input_embeddings().weight.device
         return ProbeBatch(*(padded[k].to(device) for k in ("input_ids", "attention_mask", "response_mask")))
 
@@ -267,18 +226,10 @@ class Trainer:
         problems = self.task.heldout(cfg.eval_problems)
         repeated = [p for p in problems for _ in range(cfg.eval_samples)]
         rollouts = self._generate(repeated, cfg.eval_sampling, derive_seed(cfg.seed, 0, "eval"))
-        grades = self.task.grade(rollouts.texts, repeated)
-        n, right = cfg.eval_samples, [0] * len(problems)
-        for i, grade in enumerate(grades):
-            right[i // n] += grade.correct
-        passes = {str(k): sum(pass_at_k(n, c, k) for c in right) / len(right) for k in sorted({1, n})}
-        shown = list(zip(repeated, rollouts.texts, grades))[:EXAMPLES]
-        examples = [{"prompt": p.prompt, "response": text, "status": g.status} for p, text, g in shown]
+        values = held_out(repeated, cfg.eval_samples, rollouts, self.task.grade(rollouts.texts, repeated))
         self.seconds = Counter(eval=time.perf_counter() - started)
-        self._row(
-            "eval", update=update, version=self.method.version, pass_at=passes, problems=len(problems), samples=n, **_lengths(rollouts),
-            grades=_statuses(grades), examples=examples,
-        )  # fmt: skip
+        self._row("eval", update=update, version=self.method.version, **values)
+        passes = values["pass_at"]
         tqdm.write(f"update {update}: held-out " + ", ".join(f"Pass@{k} {v:.3f}" for k, v in passes.items()))
 
     # ------------------------------------------------------------------ log
@@ -313,20 +264,6 @@ class Trainer:
         self.seconds[name] += time.perf_counter() - started
 
 
-def _json(value: Any) -> Any:
-    """As it comes back from JSON."""
-    return json.loads(json.dumps(value))
-
-
-def _statuses(grades: list[Grade]) -> dict[str, int]:
-    return dict(sorted(Counter(g.status for g in grades).items()))
-
-
-def _lengths(rollouts: Rollouts) -> dict[str, float]:
-    n = len(rollouts)
-    return {"response_length": rollouts.tokens / n, "finish_share": sum(r == "stop" for r in rollouts.finish_reasons) / n}
-
-
 # ---------------------------------------------------------------------- command line
 
 
@@ -337,10 +274,16 @@ def main(arguments: list[str] | None = None) -> int:
         return 0 if arguments else 2
     try:
         cfg = load_config(arguments[0], arguments[1:])
-        end = Trainer(cfg).run()
-    except (ConfigError, FileNotFoundError, checkpoint.CheckpointError) as error:
+        if "TORCHELASTIC_RUN_ID" in os.environ:  # started by torchrun
+            from .train_distributed import DistributedTrainer as kind
+        else:
+            kind = Trainer
+        end = kind(cfg).run()
+    except (ConfigError, FileNotFoundError, checkpoint.CheckpointError, PeerError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    if os.environ.get("RANK", "0") != "0":
+        return 0
     before, after = (", ".join(f"Pass@{k} {v:.3f}" for k, v in end[f"pass_at_{w}"].items()) for w in ("before", "after"))
     print(f"{cfg.out}: {before} before, {after} after {end['update']} updates, {end['elapsed']:.0f} s")
     return 0

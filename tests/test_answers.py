@@ -135,6 +135,16 @@ def test_close_stops_and_a_killed_worker_is_replaced(math):
     assert verdicts(math, [GOOD]) == ["correct"]
 
 
+def test_more_idle_workers_than_jobs():
+    pool = GraderPool("math", workers=3, seconds=20.0)
+    good, bad = ("7", "7"), ("7", "8")
+    try:
+        assert pool.run([good, bad, good, bad, good, bad]) == ["correct", "wrong"] * 3
+        assert len(pool.workers) == 3 and pool.run([bad]) == ["wrong"] and pool.run([good, bad]) == ["correct", "wrong"]
+    finally:
+        pool.close()
+
+
 def test_two_workers_grade_in_order():
     pool = GraderPool("math", workers=2, seconds=5.0)
     jobs = [(f"{i}x", f"x+{i - 1}x" if i % 3 else "x") for i in range(2, 40)]

@@ -1,0 +1,261 @@
+"""Several processes as one: a decoder sharded by FSDP2, sketches summed over the data ranks, moments and masters kept by rows.
+
+A sketch accumulates whole on every rank, outside FSDP, and is summed over ranks and cut by rows once an update (METHOD section 2: summed
+over ranks, never over rows). The rows of U are then put together on every rank, since the probe, the message and the merge all read it, so that from the summed sketch
+on each number is computed by the code and in the shapes of a single process, and comes out with its bits.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from .config import ConfigError, OptimConfig, SketchConfig
+from .kl import ProbeBatch
+from .optim import LoGRA, MissingSketchError, row_scale
+from .ranks import Ranks
+from .sketch import SKETCH, Target
+from .sync import Masters, SketchUpdate, Weights, canonical, weight_fingerprint
+
+def decoder_blocks(model: nn.Module) -> list[nn.Module]:
+    """The repeated blocks of a decoder: modules of the classes that transformers says must stay whole, else the longest ModuleList."""
+    whole = set(getattr(model, "_no_split_modules", None) or ())
+    if blocks := [m for m in model.modules() if type(m).__name__ in whole]:
+        return blocks
+    return list(max((m for m in model.modules() if isinstance(m, nn.ModuleList)), key=len, default=()))
+
+
+def shard(model: nn.Module, ranks: Ranks, compute_dtype: str = "float32", blocks: Iterable[nn.Module] | None = None) -> nn.Module:
+    """`fully_shard` every decoder block and then the rest, in place; weights keep their dtype, by rows, on the rank's device.
+
+    compute_dtype: of the gathered weights and of the activations. Enable activation checkpointing before, attach sketches after: a
+    parameter that FSDP did not meet here is left alone. Gradients of trainable parameters are summed over ranks, not averaged, because
+    each rank's loss is divided by the tokens of the whole batch already.
+    """
+    if any(isinstance(m, FSDPModule) for m in model.modules()):
+        raise RuntimeError("the model is sharded already")
+    if any(hasattr(m, SKETCH) for m in model.modules()):
+        raise RuntimeError("sketches are attached already: shard the model first, then attach, so that FSDP leaves them alone")
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32) if compute_dtype == "bfloat16" else MixedPrecisionPolicy()
+    # The root too gives its whole weights back after a forward: a probe would otherwise leave copies behind that miss the update.
+    for module in (*(decoder_blocks(model) if blocks is None else blocks), model):
+        fully_shard(module, mesh=ranks.mesh, reshard_after_forward=True, mp_policy=policy)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+    return model
+
+
+class ShardedWeights(Weights):
+    """Masters of the target layers by rows: this rank's rows of the sharded weight where it is fp32, else an fp32 copy of them.
+
+    `merge_`, `fingerprint`, `norms_sq` and `assembled` are collective. The fingerprint is kept until a weight changes; it may then be
+    asked for on one rank alone.
+    """
+
+    def __init__(self, modules: dict[str, nn.Linear], ranks: Ranks) -> None:
+        self.modules, self.ranks = modules, ranks
+        self._digest: str | None = None
+        self._norms: dict[str, tuple[float, float]] = {}  # ‖W‖² of the layer, ‖·‖ of this rank's rows when it was taken
+        rows = {n: self._own(n) for n in modules}
+        Masters.__init__(self, {n: W.float() for n, W in rows.items() if W.dtype != torch.float32})
+
+    def _own(self, name: str) -> torch.Tensor:
+        weight = self.modules[name].weight
+        if not isinstance(weight, DTensor):
+            raise RuntimeError(f"the weight of {name!r} is whole: shard the model first, and change weights outside forward and backward")
+        return weight.detach().to_local()
+
+    def master(self, name: str) -> torch.Tensor:
+        """This rank's rows, fp32 [d, K]."""
+        return self.masters[name] if name in self.masters else self._own(name)
+
+    def write_back(self, name: str) -> None:
+        if name in self.masters:
+            self._own(name).copy_(self.masters[name])
+        self._digest = None
+
+    def changed(self) -> None:
+        """Forget what was known of the weights: somebody else changed them."""
+        self._digest = None
+        self._norms.clear()
+
+    def merge_(self, name: str, U_DR: torch.Tensor, V_RK: torch.Tensor) -> None:
+        """W ← W − U V. The product is made of the whole layer on every rank: BLAS may add up a row of a shard in another order than the
+        same row of the whole, and then no replica could follow bit for bit."""
+        W_DK = self.whole(name)
+        W_DK.addmm_(U_DR.to(W_DK.device, torch.float32), V_RK.to(W_DK.device), alpha=-1)
+        self.master(name).copy_(self.ranks.own_rows(W_DK))
+        self.write_back(name)
+        self._note_norm(name, W_DK)
+
+    def set_(self, name: str, W_DK: torch.Tensor) -> None:
+        """Take over a weight, given whole or as a DTensor sharded by rows."""
+        self.master(name).copy_(self.ranks.own_rows(W_DK))
+        self._norms.pop(name, None)
+        self.write_back(name)
+
+    def whole(self, name: str) -> torch.Tensor:
+        """fp32 [D, K] on every rank, to be dropped soon."""
+        return self.ranks.gather_rows(self.master(name), self.shapes[name][0])
+
+    def norms_sq(self) -> list[float]:
+        """‖W‖² of each layer, in order. Layers whose rows have changed on some rank, by whoever, are measured anew."""
+        stale = [n for n, norm in zip(self.modules, self._own_norms(self.modules)) if n not in self._norms or norm != self._norms[n][1]]
+        stale = set().union(*self.ranks.gather(stale))
+        for name in (n for n in self.modules if n in stale):
+            self._note_norm(name, self.whole(name))
+            self._digest = None
+        return [self._norms[n][0] for n in self.modules]
+
+    def _own_norms(self, names: Iterable[str]) -> list[float]:
+        return torch.stack(torch._foreach_norm([self.master(n) for n in names])).tolist()
+
+    def _note_norm(self, name: str, W_DK: torch.Tensor) -> None:
+        self._norms[name] = float(torch._foreach_norm([W_DK])[0].double().square()), self._own_norms([name])[0]
+
+    def fingerprint(self, dtype: torch.dtype | None = None) -> str:
+        if dtype is None and self._digest is not None:
+            return self._digest
+        whole = ((n, self.whole(n)) for n in sorted(self.shapes))
+        rounded = ((n, W_DK if dtype is None else canonical(W_DK.to(dtype))) for n, W_DK in whole)
+        digest = ""
+        if self.ranks.first:
+            digest = weight_fingerprint(rounded)
+        else:  # gathers with the others, and digests nothing
+            for _ in whole:
+                pass
+        digest = self.ranks.from_first(lambda: digest)
+        if dtype is None:
+            self._digest = digest
+        return digest
+
+    def assembled(self) -> Masters | None:
+        """All masters whole in the main memory of rank 0; None on the others."""
+        made = {}
+        for name in self.modules:
+            W_DK = self.whole(name)
+            if self.ranks.first:
+                made[name] = W_DK.cpu()
+        return Masters(made) if self.ranks.first else None
+
+
+class ShardedLoGRA(LoGRA):
+    """LoGRA over the ranks of a model that `shard` has sharded; all ranks call the same methods in the same order.
+
+    Each rank runs backward on its share of the batch, with a loss whose sum over ranks is the loss of the batch. Sketches, moments and
+    masters of this rank are its rows; a proposed update is whole, and the same bits, on every rank. `state_dict` holds DTensors, so that
+    `torch.distributed.checkpoint` loads it on any number of ranks; `load_state_dict` also takes the state of a single process.
+    """
+
+    def __init__(
+        self, model: nn.Module, ranks: Ranks, sketch: SketchConfig = SketchConfig(), optim: OptimConfig = OptimConfig(),
+        scale: Callable[[SketchUpdate], float] | None = None,
+    ) -> None:  # fmt: skip
+        self.ranks = ranks
+        self._sums: dict[str, torch.Tensor] = {}  # this rank's rows [d, R] of the sketches, summed over ranks
+        super().__init__(model, sketch, optim, scale)
+        self.param_groups[0]["logra"]["run_id"] = ranks.from_first(lambda: self.run_id)
+        for target in self.targets.values():
+            self.state[target.sketch]["v"] = ranks.own_rows(self.state[target.sketch]["v"]).clone()
+
+    def grad_norm(self) -> float:
+        """Frobenius norm over all sketches, summed over ranks."""
+        self._reduce()
+        return math.sqrt(self.ranks.sum(sum(float(S.norm().double().square()) for S in self._sums.values())))
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self._sums.clear()
+        super().zero_grad()
+
+    def state_dict(self) -> dict:
+        made = super().state_dict()
+        lengths = [t.module.out_features for t in self.targets.values()]
+        made["state"] = {i: {k: self.ranks.as_dtensor(v, lengths[i]) for k, v in state.items()} for i, state in made["state"].items()}
+        return made
+
+    def load_state_dict(self, state_dict: dict) -> None:
+        own = {i: {k: self.ranks.own_rows(v).clone() for k, v in state.items()} for i, state in state_dict["state"].items()}
+        super().load_state_dict(state_dict | {"state": own})
+        self.weights.changed()
+
+    def _make_weights(self) -> ShardedWeights:
+        return ShardedWeights({n: t.module for n, t in self.targets.items()}, self.ranks)
+
+    def _weight_norms_sq(self) -> list[float]:
+        return self.weights.norms_sq()
+
+    def _missing(self) -> list[str]:
+        self._reduce()
+        return [n for n in self.targets if n not in self._sums]
+
+    def _factor(self, name: str, target: Target, group: dict) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        state, length = self.state[target.sketch], target.module.out_features
+        S_dR, v_d = self._sums[name], state["v"]
+        if self.optim_config.rule == "row_adam" and type(target) is Target:  # rows need of each other no more than their norms
+            square_d = torch.linalg.vector_norm(S_dR, dim=1).square()
+            square_D, v_D = self.ranks.gather_rows(torch.stack([square_d, v_d], 1), length).T.contiguous()
+            scale_D, v_D = row_scale(square_D, v_D, S_dR.shape[1], self.version + 1, group["beta2"], group["eps"])
+            U_DR = self.ranks.gather_rows(self.ranks.own_rows(scale_D)[:, None] * S_dR, length)
+            return U_DR, target.projection(), self.ranks.own_rows(v_D).clone()
+        target.sketch.grad, state["v"] = self.ranks.gather_rows(S_dR, len(target.sketch)), self.ranks.gather_rows(v_d, length)
+        try:  # any other rule: from the whole sketch, on every rank
+            U_DR, V_RK, v_D = super()._factor(name, target, group)
+        finally:
+            target.sketch.grad, state["v"] = None, v_d
+        return U_DR, V_RK, self.ranks.own_rows(v_D).clone()
+
+    def _reduce(self) -> None:
+        """Sum what has accumulated over ranks and keep this rank's rows; the whole sketches are freed one by one."""
+        reached = self.ranks.gather([t.sketch.grad is not None for t in self.targets.values()])
+        for i, (name, target) in enumerate(self.targets.items()):
+            if lacking := [rank for rank, flags in enumerate(reached) if not flags[i]]:
+                if len(lacking) < self.ranks.world:
+                    raise MissingSketchError(f"no backward reached {name!r} on ranks {lacking}: every rank runs one, an idle one with a zero loss")
+                continue
+            S_dR, target.sketch.grad = self.ranks.sum_rows(target.sketch.grad), None
+            self._sums[name] = self._sums[name] + S_dR if name in self._sums else S_dR
+
+
+class SharedProbe:
+    """This rank's part (or None) of a probe batch, for the functions of kl.py: each rank runs the same number of forward passes, whatever
+    it holds, so that FSDP's collectives meet; sums run over all ranks' contexts."""
+
+    def __init__(self, part: ProbeBatch | None, ranks: Ranks) -> None:
+        self.part, self.ranks = part, ranks
+
+    @property
+    def contexts(self) -> int:
+        """|P| over all ranks."""
+        return sum(self.ranks.gather(0 if self.part is None else self.part.contexts))
+
+    def over_ranks(self, total: float) -> tuple[float, int]:
+        contexts = self.contexts
+        if not contexts:
+            raise ConfigError("probe batch without a response token on any rank: there is no context to predict on")
+        return self.ranks.sum(total), contexts
+
+    def parts(self, vocabulary: int) -> Iterator[ProbeBatch]:
+        own = [] if self.part is None else list(self.part.parts(vocabulary))
+        most = max(self.ranks.gather(len(own)))  # before the first pass on every rank: this too is a collective
+        yield from own
+        for _ in range(most - len(own)):
+            ids = torch.zeros(1, 2, dtype=torch.int64, device=self.ranks.device)
+            yield _Idle(ids, torch.ones_like(ids), torch.zeros_like(ids, dtype=torch.bool))
+
+
+class _Idle(ProbeBatch):
+    """A forward pass without a context, for company."""
+
+    def __post_init__(self) -> None:
+        pass
+
+    @property
+    def first(self) -> int:
+        return 0
