@@ -8,6 +8,7 @@ any moment leaves the previous checkpoint or the new one, and remains of the tem
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 import shutil
 from pathlib import Path
@@ -87,6 +88,11 @@ def load(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     if state.get("format") != FORMAT:
         raise CheckpointError(f"checkpoint {path} has format {state.get('format')!r}; expected {FORMAT}")
     return weights, state
+
+
+def as_json(value: Any) -> Any:
+    """As it comes back from JSON."""
+    return json.loads(json.dumps(value))
 
 
 def differing_fields(saved: dict, now: dict, prefix: str = "") -> list[str]:

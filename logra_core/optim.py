@@ -8,11 +8,14 @@ from __future__ import annotations
 import math
 import uuid
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 
 import torch
 from torch import nn
 
-from .config import ConfigError, OptimConfig, SketchConfig, to_dict
+from .activation import observe
+from .config import ConfigError, NonFiniteError, OptimConfig, SketchConfig, to_dict
+from .orthogonal import orthogonal
 from .projection import ProjectionSpec
 from .sketch import attach, detach
 from .sync import SketchUpdate, Weights
@@ -20,10 +23,6 @@ from .sync import SketchUpdate, Weights
 TINY = torch.finfo(torch.float32).tiny
 LARGEST = 1e18  # of a sketch or factor entry: squares and products with A stay finite in fp32
 _DTYPE = {"bfloat16": torch.bfloat16, "float32": torch.float32}
-
-
-class NonFiniteError(FloatingPointError):
-    """A NaN or infinity was met before the step; weights and optimizer state are unchanged."""
 
 
 class MissingSketchError(RuntimeError):
@@ -79,7 +78,7 @@ class LoGRA(torch.optim.Optimizer):
         scale: Callable[[SketchUpdate], float] | None = None,
     ) -> None:
         self.model, self.config, self.optim_config, self.scale = model, sketch, optim, scale
-        self.targets = attach(model, sketch)
+        self.targets = attach(model, sketch, _DTYPE[optim.wire_dtype])
         self.weights = Weights({n: t.module for n, t in self.targets.items()})
         self._pending: tuple[SketchUpdate, dict[str, torch.Tensor], float] | None = None  # update, new moments, size √Σ‖UA‖²
         group = {"params": [t.sketch for t in self.targets.values()], "logra": self._identity(uuid.uuid4().hex, 0)}
@@ -121,30 +120,46 @@ class LoGRA(torch.optim.Optimizer):
                 f"no sketch for {len(missing)} of {len(self.targets)} targets ({', '.join(missing[:3])}): run loss.backward() with grad "
                 "enabled first, and call the layers as modules"
             )
-        group = self.param_groups[0]
-        factors, moments, norms = {}, {}, []
+        group, rule = self.param_groups[0], self.optim_config.rule
+        factors, right, moments, norms = {}, {}, {}, []
+        if rule == "orthogonal" or self.config.kind == "two_sided":  # decompositions of what is not finite have no defined result
+            self._refuse(torch.stack(torch._foreach_norm([t.sketch.grad for t in self.targets.values()])).tolist(), LARGEST)
         for name, target in self.targets.items():
-            S_DR, v_D = target.sketch.grad, self.state[target.sketch]["v"]
-            if self.optim_config.rule == "row_adam":
+            (S_DR, right[name]), v_D = target.factors(), self.state[target.sketch]["v"]
+            if rule == "row_adam":
                 factors[name], moments[name] = row_adam(S_DR, v_D, self.version + 1, group["beta2"], group["eps"])
             else:
-                factors[name], moments[name] = sgd(S_DR), v_D
-            norms.append(product_norm_sq(factors[name], target.projection()))
+                factors[name], moments[name] = sgd(S_DR) if rule == "sgd" else orthogonal(S_DR, right[name]), v_D
+            norms.append(product_norm_sq(factors[name], right[name]))
         norms = torch.stack(norms).tolist()
-        if bad := [n for n, norm in zip(factors, norms, strict=True) if not norm <= LARGEST**2]:  # NaN and infinity reach the norm
-            raise NonFiniteError(f"sketch of {', '.join(bad[:5])} holds NaN, infinity or a value above {LARGEST:g}: nothing was changed")
+        self._refuse(norms, LARGEST**2)  # NaN and infinity reach the norm
         total, weights = math.sqrt(sum(norms)), math.sqrt(sum(self._weight_norms_sq()))
         if not math.isfinite(weights):
             raise NonFiniteError(f"norm of the weights is {weights}: nothing was changed")
         factor = group["lr"] * weights / total if total else 0.0
         torch._foreach_mul_(list(factors.values()), factor)
-        first = next(iter(self.targets.values()))
+        sent = {n: V_RK for n, V_RK in right.items() if self.targets[n].by_value}
         update = SketchUpdate(
-            self.run_id, self.version + 1, first.spec, factors, {n: t.width for n, t in self.targets.items()},
-            drawn={n: t.projection() for n, t in self.targets.items()},
+            self.run_id, self.version + 1, self._spec(), factors, {n: t.width for n, t in self.targets.items()}, sent,
+            drawn={n: V_RK for n, V_RK in right.items() if n not in sent},
         )  # fmt: skip
         self._pending = (update, moments, group["lr"] * weights)
         return update
+
+    def observe(self, mask: torch.Tensor | None = None) -> AbstractContextManager[None]:
+        """Context for passes that score the batch before its gradient is taken: A of this update is found in them (activation.py).
+
+        mask: bool or 0/1 [B, T], True at the tokens that count. Without such a pass A has random rows, drawn from the seed.
+        Raises:
+            ConfigError: projection is not "activation". Inside, see `activation.observe`.
+        """
+        if self.config.projection != "activation":
+            raise ConfigError(f"SketchConfig.projection = {self.config.projection!r}: only 'activation' observes inputs")
+        return observe(self.targets.values(), mask)
+
+    def _refuse(self, sizes: list[float], largest: float) -> None:
+        if bad := [n for n, size in zip(self.targets, sizes, strict=True) if not size <= largest]:
+            raise NonFiniteError(f"sketch of {', '.join(bad[:5])} holds NaN, infinity or a value above {LARGEST:g}: nothing was changed")
 
     @torch.no_grad()
     def apply(self, update: SketchUpdate, alpha: float = 1.0) -> SketchUpdate:
@@ -207,10 +222,13 @@ class LoGRA(torch.optim.Optimizer):
         """Take hooks and sketches off the model; this optimizer is of no use afterwards."""
         detach(self.model)
 
+    def _spec(self) -> ProjectionSpec:
+        c = self.config
+        return ProjectionSpec(c.seed, self.version if c.refresh else 0, c.rank, c.distribution, c.share_inputs)
+
     def _redraw(self) -> None:
-        spec = ProjectionSpec(self.config.seed, self.version if self.config.refresh else 0, self.config.rank, self.config.distribution)
         for target in self.targets.values():
-            target.redraw(spec)
+            target.redraw(self._spec())
 
     def _weight_norms_sq(self) -> list[float]:
         norms = torch._foreach_norm([self.weights.master(n) for n in self.targets])

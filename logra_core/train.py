@@ -134,12 +134,12 @@ class Trainer:
         header, rows = read_log(log)
         if any(r["kind"] == "end" for r in rows):
             raise ConfigError(f"{log} is of a finished run without a checkpoint; choose another folder or remove it")
-        if differ := checkpoint.differing_fields(header.get("config", {}), scrub(_json(to_dict(self.cfg)))):
+        if differ := checkpoint.differing_fields(header.get("config", {}), scrub(checkpoint.as_json(to_dict(self.cfg)))):
             raise ConfigError(f"{log} is of another run: {'; '.join(differ)}; choose another folder or remove it")
 
     def _restore(self, path: Path) -> int:
         weights, state = checkpoint.load(path)
-        if differ := checkpoint.differing_fields(json.loads(state["config"]), _json(to_dict(self.cfg))):
+        if differ := checkpoint.differing_fields(json.loads(state["config"]), checkpoint.as_json(to_dict(self.cfg))):
             raise ConfigError(f"cannot resume {path} with other settings: {'; '.join(differ)}")
         if state["frozen"] != checkpoint.frozen_digest(self.model, self.method.weights):
             raise checkpoint.CheckpointError(f"{path} is of another model: its frozen weights differ from those of {self.cfg.model!r}")
@@ -186,6 +186,8 @@ class Trainer:
         rewards = rewards_of([g.correct for g in grades], cfg.ppo.failure_reward)
         advantages, baseline = self.baseline.advantages(rewards), self.baseline.value
         try:
+            with self._phase("score"):
+                method.observe(rollouts, self.pad_id)
             with self._phase("forward_backward"):
                 stats = self._backward(update, rollouts, advantages)
             grad_norm = method.grad_norm()
@@ -311,11 +313,6 @@ class Trainer:
         started = time.perf_counter()
         yield
         self.seconds[name] += time.perf_counter() - started
-
-
-def _json(value: Any) -> Any:
-    """As it comes back from JSON."""
-    return json.loads(json.dumps(value))
 
 
 def _statuses(grades: list[Grade]) -> dict[str, int]:
