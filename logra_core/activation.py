@@ -82,17 +82,18 @@ def leading_rows(Y_RK: torch.Tensor, random_rows, complement: float, name: str =
 
 
 @contextlib.contextmanager
-def observe(targets: Iterable[Target], mask: torch.Tensor | None = None) -> Iterator[None]:
+def observe(targets: Iterable[Target], mask: torch.Tensor | None = None, prefix: int = 0) -> Iterator[None]:
     """Forward passes inside, made without gradients, feed the finders of `targets`; any number of such passes add up to one A.
 
-    mask: bool or 0/1 [B, T], True at the tokens that count (padding does not); None: all.
+    mask: bool or 0/1 [B, T], True at the tokens that count (padding does not); None: all. prefix: length of a pass [1, prefix] that comes
+    before those of the mask's shape, over tokens that all rows share.
     Raises:
         RuntimeError: A of this update is in use already. ValueError: mask and inputs differ in shape.
     """
     targets = list({id(t.finder): t for t in reversed(list(targets))}.values())  # the first layer of each shared input
     if used := [t.name for t in targets if t._drawn]:
         raise RuntimeError(f"the projection of {used[0]!r} is in use already: score the batch before its first forward pass with gradients")
-    handles = [t.module.register_forward_pre_hook(_Feed(t.finder, mask), with_kwargs=True) for t in targets]
+    handles = [t.module.register_forward_pre_hook(_Feed(t.finder, mask, prefix), with_kwargs=True) for t in targets]
     try:
         with torch.no_grad():
             yield
@@ -102,12 +103,12 @@ def observe(targets: Iterable[Target], mask: torch.Tensor | None = None) -> Iter
 
 
 class _Feed:
-    def __init__(self, finder: RangeFinder, mask: torch.Tensor | None) -> None:
-        self.finder, self.mask = finder, None if mask is None else mask.bool()
+    def __init__(self, finder: RangeFinder, mask: torch.Tensor | None, prefix: int) -> None:
+        self.finder, self.mask, self.prefix = finder, None if mask is None else mask.bool(), prefix
 
     def __call__(self, module, args: tuple, kwargs: dict) -> None:
         x = (args[0] if args else kwargs["input"]).detach()
-        if self.mask is not None:
+        if self.mask is not None and not (self.prefix and x.shape[:-1] == (1, self.prefix)):
             if x.shape[:-1] != self.mask.shape:
                 raise ValueError(f"mask {tuple(self.mask.shape)} does not fit the input {tuple(x.shape)} of {self.finder.name!r}")
             x = x[self.mask.to(x.device)]

@@ -17,7 +17,7 @@ from .config import ConfigError, DenseConfig, TrainConfig
 from .kl import ProbeBatch, StepController, exact_kl
 from .optim import LoGRA, MissingSketchError, NonFiniteError
 from .ppo import sequence_logprobs
-from .rollout import Rollouts
+from .rollout import Rollouts, shared_prefix
 from .sketch import select_targets
 from .sync import Weights, full_state_bytes
 
@@ -99,9 +99,11 @@ class LograMethod:
             return
         count = min(self.cfg.sketch.scored_responses or len(rollouts), len(rollouts))
         for rows in torch.arange(count).split(self.cfg.ppo.microbatch):
-            padded = rollouts.select(rows.tolist()).padded(pad_id)
-            with self.optimizer.observe(padded["attention_mask"]):
-                sequence_logprobs(self.model, padded, self.cfg.sampling.temperature)
+            part = rollouts.select(rows.tolist())
+            shared = 0 if self.cfg.gradient_checkpointing else shared_prefix(part.prompt_ids)
+            padded = part.padded(pad_id, skip=shared)
+            with self.optimizer.observe(padded["attention_mask"], shared):
+                sequence_logprobs(self.model, padded, self.cfg.sampling.temperature, part.prompt_ids[0][:shared])
 
     def grad_norm(self) -> float:
         """Frobenius norm over all sketches."""

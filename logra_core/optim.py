@@ -146,16 +146,16 @@ class LoGRA(torch.optim.Optimizer):
         self._pending = (update, moments, group["lr"] * weights)
         return update
 
-    def observe(self, mask: torch.Tensor | None = None) -> AbstractContextManager[None]:
+    def observe(self, mask: torch.Tensor | None = None, prefix: int = 0) -> AbstractContextManager[None]:
         """Context for passes that score the batch before its gradient is taken: A of this update is found in them (activation.py).
 
-        mask: bool or 0/1 [B, T], True at the tokens that count. Without such a pass A has random rows, drawn from the seed.
+        mask, prefix: see `activation.observe`. Without such a pass A has random rows, drawn from the seed.
         Raises:
             ConfigError: projection is not "activation". Inside, see `activation.observe`.
         """
         if self.config.projection != "activation":
             raise ConfigError(f"SketchConfig.projection = {self.config.projection!r}: only 'activation' observes inputs")
-        return observe(self.targets.values(), mask)
+        return observe(self.targets.values(), mask, prefix)
 
     def _refuse(self, sizes: list[float], largest: float) -> None:
         if bad := [n for n, size in zip(self.targets, sizes, strict=True) if not size <= largest]:

@@ -71,8 +71,8 @@ def make_projection(
     """A[r, k] with E[AᵀA] = I (METHOD section 1).
 
     Rademacher: ±1/√r. Gaussian: N(0, 1/r). Orthonormal: Haar rows times √(k/r). Hadamard: r rows, without repetition, of the
-    Walsh–Hadamard matrix of order k' with random signs on the columns, over √r; k' is the next power of two, and the columns beyond k are
-    cut off. Where k = k' its rows are orthonormal times √(k/r); else two rows overlap by at most (k' − k)/r, and E[AᵀA] = I still holds.
+    Walsh–Hadamard matrix of order k' with random signs on the columns, over √r; k' is the next power of two, and of its columns a random
+    choice of k stays. Where k = k' the rows are orthonormal times √(k/r); else they overlap, by √(1 − k/k') of what random signs would.
     The last two need r <= k.
 
     Args:
@@ -146,7 +146,9 @@ def _hadamard(stream, rank: int, width: int) -> np.ndarray:
     order = 1 << (width - 1).bit_length()
     signs = stream.random_raw(width) & np.uint64(1)
     rows = np.argsort(stream.random_raw(order), kind="stable")[:rank].astype(np.uint64)
-    parity = np.bitwise_count(rows[:, None] & np.arange(width, dtype=np.uint64)) & 1
+    # the first columns of a longer matrix would make rows i and i + order/2 nearly parallel
+    columns = np.argsort(stream.random_raw(order), kind="stable")[:width].astype(np.uint64)
+    parity = np.bitwise_count(rows[:, None] & columns) & 1
     return (1.0 - 2.0 * (parity ^ signs.astype(np.uint8))) / math.sqrt(rank)
 
 

@@ -52,8 +52,7 @@ class SketchUpdate:
 
     def basis(self, name: str, device: torch.device | str = "cpu") -> torch.Tensor:
         """V [R, K] fp32 of a layer."""
-        made = self.bases.get(name, self.drawn.get(name))
-        if made is None:
+        if (made := self.bases.get(name, self.drawn.get(name))) is None:
             made = make_projection(self.projection, name, self.widths[name], device=device)
         return made.to(device=device, dtype=torch.float32)
 
@@ -63,8 +62,9 @@ class SketchUpdate:
             raise SyncError("this update is scaled and rounded already; scale the proposed one")
         if not (0 <= alpha < float("inf")):
             raise ConfigError(f"alpha = {alpha!r}: expected a finite number >= 0")
-        factors = {n: torch.mul(U_DR, alpha, out=torch.empty_like(U_DR, dtype=dtype)) for n, U_DR in self.factors.items()}
-        rounded = {id(V_RK): V_RK.to(dtype) for V_RK in self.bases.values()}
+        rows = {"dtype": dtype, "memory_format": torch.contiguous_format}  # as on the other side: a product's bits depend on the layout
+        factors = {n: torch.mul(U_DR, alpha, out=torch.empty_like(U_DR, **rows)) for n, U_DR in self.factors.items()}
+        rounded = {id(V_RK): torch.empty_like(V_RK, **rows).copy_(V_RK) for V_RK in self.bases.values()}
         return dataclasses.replace(self, factors=factors, bases={n: rounded[id(V)] for n, V in self.bases.items()}, rounded=True)
 
     def payload_bytes(self) -> int:

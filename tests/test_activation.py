@@ -186,6 +186,18 @@ def test_padding_does_not_count():
         assert same_rows(*(m.targets[name].projection() for m in (counted, padded))) < 1e-3
 
 
+def test_a_shared_prefix_counts_once_and_without_the_mask():
+    whole, parts = make(), make()
+    prefix, rest = IDS[:1, :4], IDS[:, 4:]
+    with parts.observe(torch.ones(4, 6), prefix=4):
+        cache = parts.model(input_ids=prefix, use_cache=True).past_key_values
+        cache.batch_repeat_interleave(4)
+        parts.model(input_ids=rest, past_key_values=cache, use_cache=True)
+    with whole.observe():
+        whole.model(input_ids=torch.cat([prefix.expand(4, -1), rest], 1))
+    assert {t.finder.tokens for t in parts.targets.values()} == {28} and {t.finder.tokens for t in whole.targets.values()} == {40}
+
+
 def test_refusals():
     logra = make()
     with pytest.raises(ValueError, match=r"mask \(4, 9\) does not fit the input \(4, 10, 32\)"), logra.observe(torch.ones(4, 9)):
