@@ -60,6 +60,14 @@ class Target:
                 self._drawn[key] = make_projection(self.spec, self.name, self.width, dtype=dtype, device=device)
         return self._drawn[key]
 
+    def draw(self, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, ...]:
+        """All random matrices of the current draw, held until the next one."""
+        return (self.projection(dtype),)
+
+    def draw_shapes(self, dtype: torch.dtype = torch.float32) -> dict[tuple, tuple[int, int]]:
+        """Key in `_drawn` -> shape of each of them."""
+        return {(dtype, self.weight.device): (self.spec.rank, self.width)}
+
     @property
     def by_value(self) -> bool:
         """Whether the right factor of the next update is no function of a seed, so that it must be sent."""

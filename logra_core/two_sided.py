@@ -75,6 +75,12 @@ class TwoSidedTarget(Target):
             self._drawn[key] = make_projection(spec, self.name + LEFT, self.module.out_features, dtype=dtype, device=self.weight.device)
         return self._drawn[key]
 
+    def draw(self, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, ...]:
+        return self.projection(dtype), self.left(dtype)
+
+    def draw_shapes(self, dtype: torch.dtype = torch.float32) -> dict[tuple, tuple[int, int]]:
+        return super().draw_shapes(dtype) | {(LEFT, dtype, self.weight.device): (self.p, self.module.out_features)}
+
     def redraw(self, spec: ProjectionSpec) -> None:
         super().redraw(dataclasses.replace(spec, rank=self.q))
 
