@@ -17,7 +17,7 @@ from .activation import observe
 from .config import ConfigError, NonFiniteError, OptimConfig, SketchConfig, to_dict
 from .orthogonal import orthogonal
 from .projection import ProjectionSpec
-from .sketch import attach, detach
+from .sketch import Target, attach, detach
 from .sync import SketchUpdate, Weights
 
 TINY = torch.finfo(torch.float32).tiny
@@ -120,16 +120,13 @@ class LoGRA(torch.optim.Optimizer):
                 f"no sketch for {len(missing)} of {len(self.targets)} targets ({', '.join(missing[:3])}): run loss.backward() with grad "
                 "enabled first, and call the layers as modules"
             )
-        group, rule = self.param_groups[0], self.optim_config.rule
+        group = self.param_groups[0]
         factors, right, moments, norms = {}, {}, {}, []
-        if rule == "orthogonal" or self.config.kind == "two_sided":  # decompositions of what is not finite have no defined result
+        if self.optim_config.rule == "orthogonal" or self.config.kind == "two_sided":
+            # decompositions of what is not finite have no defined result
             self._refuse(torch.stack(torch._foreach_norm([t.sketch.grad for t in self.targets.values()])).tolist(), LARGEST)
         for name, target in self.targets.items():
-            (S_DR, right[name]), v_D = target.factors(), self.state[target.sketch]["v"]
-            if rule == "row_adam":
-                factors[name], moments[name] = row_adam(S_DR, v_D, self.version + 1, group["beta2"], group["eps"])
-            else:
-                factors[name], moments[name] = sgd(S_DR) if rule == "sgd" else orthogonal(S_DR, right[name]), v_D
+            factors[name], right[name], moments[name] = self._factor(name, target, group)
             norms.append(product_norm_sq(factors[name], right[name]))
         norms = torch.stack(norms).tolist()
         self._refuse(norms, LARGEST**2)  # NaN and infinity reach the norm
@@ -221,6 +218,14 @@ class LoGRA(torch.optim.Optimizer):
     def detach(self) -> None:
         """Take hooks and sketches off the model; this optimizer is of no use afterwards."""
         detach(self.model)
+
+    def _factor(self, name: str, target: Target, group: dict) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """U [D, R] before the common factor, V [R, K], and the layer's new moment [D]."""
+        (S_DR, V_RK), v_D = target.factors(), self.state[target.sketch]["v"]
+        if self.optim_config.rule == "row_adam":
+            U_DR, v_D = row_adam(S_DR, v_D, self.version + 1, group["beta2"], group["eps"])
+            return U_DR, V_RK, v_D
+        return (sgd(S_DR) if self.optim_config.rule == "sgd" else orthogonal(S_DR, V_RK)), V_RK, v_D
 
     def _spec(self) -> ProjectionSpec:
         c = self.config

@@ -3,8 +3,8 @@
 Belongs here: cosines of the sketches of METHOD section 8 beside the published one, measured with the code that trains. Policies, batches
 and dense gradients are those of reconstruction.py. For every layer, training stage, kind and rank:
 
-    python -m logra_core.reconstruction_sketches data/recipes/chain_sum_cpu.yaml --checkpoint data/runs/chain_sum_cpu/checkpoint \\
-        ppo.prompts_per_update=128
+    python -m logra_core.reconstruction_sketches data/recipes/chain_sum_cpu.yaml ppo.prompts_per_update=128 \\
+        --checkpoint data/runs/chain_sum_cpu/checkpoint
 
 It goes on where it was stopped (layer by layer) and writes `data/runs/reconstruction_sketches.jsonl`.
 """

@@ -127,7 +127,8 @@ def test_shared_specs_give_layers_with_one_input_one_matrix():
     assert torch.equal(q, k) and torch.equal(q, v) and torch.equal(gate, up)
     assert not torch.equal(q, o) and not torch.equal(gate, down) and not torch.equal(q, gate)
     assert not torch.equal(q, make_projection(shared, "model.layers.4.self_attn.q_proj", 64))
-    assert torch.equal(o, make_projection(plain, f"{block}self_attn.o_proj", 64)) and not torch.equal(q, make_projection(plain, f"{block}self_attn.q_proj", 64))
+    assert torch.equal(o, make_projection(plain, f"{block}self_attn.o_proj", 64))
+    assert not torch.equal(q, make_projection(plain, f"{block}self_attn.q_proj", 64))
     with pytest.raises(ConfigError, match="shared = 1"):
         ProjectionSpec(0, 0, 4, "rademacher", 1)
 

@@ -106,21 +106,28 @@ FAULTS = {
 }  # fmt: skip
 
 
+FIRST, DOWN = "model.layers.1.self_attn.q_proj", "model.layers.1.mlp.down_proj"
+OTHER = "model.layers.2.self_attn.q_proj"
+
+
+def basis(change):
+    """The next message with one V changed."""
+    return lambda d: rewrite(d["next"], None, lambda t: t | {"V." + FIRST: change(t["V." + FIRST])})
+
+
 BY_VALUE = {
-    "NaN in a basis": (lambda d: rewrite(d["next"], None, lambda t: t | {"V." + FIRST: t["V." + FIRST] * float("nan")}), "basis not finite"),
-    "a basis of the wrong width": (lambda d: rewrite(d["next"], None, lambda t: t | {"V." + FIRST: t["V." + FIRST][:, :-1]}), "basis of the wrong shape"),
-    "a basis of another rank": (lambda d: rewrite(d["next"], None, lambda t: t | {"V." + FIRST: t["V." + FIRST][:-1]}), "factor of the wrong shape"),
-    "a basis that is no matrix": (lambda d: rewrite(d["next"], None, lambda t: t | {"V." + FIRST: t["V." + FIRST].flatten()}), "wrong shape"),
+    "NaN in a basis": (basis(lambda V: V * float("nan")), "basis not finite"),
+    "a basis of the wrong width": (basis(lambda V: V[:, :-1]), "basis of the wrong shape"),
+    "a basis of another rank": (basis(lambda V: V[:-1]), "factor of the wrong shape"),
+    "a basis that is no matrix": (basis(torch.flatten), "wrong shape"),
     "a basis of an unknown layer": (lambda d: rewrite(d["next"], None, lambda t: t | {"V.model.layers.9.x": torch.ones(2, 4)}), "1 unknown"),
     "a basis missing": (lambda d: rewrite(d["next"], None, lambda t: {n: v for n, v in t.items() if n != "V." + DOWN}), "not the same A"),
     "a basis like no other": (lambda d: rewrite(d["next"], lambda h: h | {"same_basis": {NAME: "model.layers.9.x"}}), "malformed header"),
     "no word of shared bases": (lambda d: rewrite(d["next"], lambda h: {k: v for k, v in h.items() if k != "same_basis"}), "malformed header"),
     "bases of two layers swapped": (
-        lambda d: rewrite(d["next"], None, lambda t: t | {"V." + FIRST: t["V.model.layers.2.self_attn.q_proj"], "V.model.layers.2.self_attn.q_proj": t["V." + FIRST]}),
-        "drifted",
+        lambda d: rewrite(d["next"], None, lambda t: t | {"V." + FIRST: t["V." + OTHER], "V." + OTHER: t["V." + FIRST]}), "drifted",
     ),
 }  # fmt: skip
-FIRST, DOWN = "model.layers.1.self_attn.q_proj", "model.layers.1.mlp.down_proj"
 
 
 @pytest.fixture(scope="module", params=["two_sided", "shared activation"])

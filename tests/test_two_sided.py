@@ -89,7 +89,8 @@ def test_sizes():
     layers = linear_shapes("SmolLM2-135M").values()
     share = {}
     for rank in (4, 16, 64, 256):
-        one, two = (sum(accumulated(c, d, k) for d, k in layers) for c in (SketchConfig(rank=rank), SketchConfig(kind="two_sided", rank=rank, equal_bytes=True)))
+        configs = SketchConfig(rank=rank), SketchConfig(kind="two_sided", rank=rank, equal_bytes=True)
+        one, two = (sum(accumulated(c, d, k) for d, k in layers) for c in configs)
         share[rank] = two / one
     print({r: round(s, 3) for r, s in share.items()})
     assert 1 < share[4] < 1.25 and all(0.9 < share[r] <= 1 for r in (16, 64, 256))  # at rank 4, q + 2 <= p asks for more
