@@ -10,6 +10,7 @@ sweeps away.
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 import shutil
 from collections.abc import Callable
@@ -154,6 +155,11 @@ def _note(shards: dict[str, DTensor], path: str, value: Any) -> Any:
 
 def _is_note(value: Any) -> bool:
     return isinstance(value, str) and value.startswith(SHARDED)
+
+
+def as_json(value: Any) -> Any:
+    """As it comes back from JSON."""
+    return json.loads(json.dumps(value))
 
 
 def differing_fields(saved: dict, now: dict, prefix: str = "") -> list[str]:

@@ -11,8 +11,10 @@ import math
 from dataclasses import dataclass, field
 from typing import Any, get_args, get_origin, get_type_hints
 
-DISTRIBUTIONS = ("rademacher", "gaussian", "orthonormal")
-RULES = ("row_adam", "sgd")
+DISTRIBUTIONS = ("rademacher", "gaussian", "orthonormal", "hadamard")
+KINDS = ("one_sided", "two_sided")
+PROJECTIONS = ("random", "activation")
+RULES = ("row_adam", "sgd", "orthogonal")
 ESTIMATORS = ("jvp", "finite_difference")
 SCHEDULES = ("none", "constant", "cosine")
 METHODS = ("logra", "dense")
@@ -24,6 +26,10 @@ QWEN_LLAMA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_p
 
 class ConfigError(ValueError):
     """A setting outside what is allowed; the message names field, value and range."""
+
+
+class NonFiniteError(FloatingPointError):
+    """A NaN or infinity was met before the step; weights and optimizer state are unchanged."""
 
 
 def _matches(value: Any, hint: Any) -> bool:
@@ -68,10 +74,14 @@ class _Checked:
 
 @dataclass(frozen=True)
 class SketchConfig(_Checked):
-    """What is sketched and with which projection (METHOD sections 1 and 2).
+    """What is sketched and with which projection (METHOD sections 1 and 2; the switches of section 8 are off by default).
 
     rank: rows r of A. distribution: of A's entries. refresh: redraw A after every update, else keep the first draw.
     seed: run seed of A. targets: last name parts (`q_proj`) or dotted suffixes (`mlp.down_proj`) of the linear layers to train.
+    kind: two_sided accumulates G Ωᵀ and Ψ G instead of G Aᵀ (two_sided.py), Ω with r/2 rows and Ψ with r; equal_bytes: sized
+    instead to what the one-sided sketch of rank r accumulates. projection: activation takes A from the layers' inputs as seen in a
+    scoring pass (activation.py) of `scored_responses` responses of the batch (0: all); complement: share of random rows in that A.
+    share_inputs: layers that read the same input (q, k, v; gate, up) share one A and one product x Aᵀ.
     """
 
     rank: int = 256
@@ -79,17 +89,35 @@ class SketchConfig(_Checked):
     refresh: bool = True
     seed: int = 0
     targets: tuple[str, ...] = QWEN_LLAMA_TARGETS
+    kind: str = "one_sided"
+    equal_bytes: bool = False
+    projection: str = "random"
+    complement: float = 0.125
+    scored_responses: int = 16
+    share_inputs: bool = False
 
     def _check(self) -> None:
         self._need("rank", self.rank >= 1, ">= 1")
         self._choice("distribution", DISTRIBUTIONS)
+        self._choice("kind", KINDS)
+        self._choice("projection", PROJECTIONS)
+        self._need("complement", 0 <= self.complement <= 1, "0 <= complement <= 1")
+        self._need("scored_responses", self.scored_responses >= 0, ">= 0")
+        two_sided = self.kind == "two_sided"
+        self._need("equal_bytes", two_sided or not self.equal_bytes, "false unless kind is two_sided")
+        self._need("projection", self.projection == "random" or not two_sided, "random where kind is two_sided")
+        self._need("projection", self.projection == "random" or self.refresh, "random where refresh is false")
+        self._need("share_inputs", not (two_sided and self.share_inputs), "false where kind is two_sided (its products need x, not P)")
         self._need("seed", 0 <= self.seed < 2**63, "0 <= seed < 2**63")
         self._need("targets", len(self.targets) > 0 and all(self.targets), "at least one non-empty name")
 
 
 @dataclass(frozen=True)
 class OptimConfig(_Checked):
-    """From sketch to update (METHOD section 3). update_ratio is the optimizer's `lr`: ||update|| / ||weights||."""
+    """From sketch to update (METHOD section 3). update_ratio is the optimizer's `lr`: ||update|| / ||weights||.
+
+    rule: row_adam; sgd; or orthogonal, the direction with all singular values equal (as in Muon and Dion).
+    """
 
     rule: str = "row_adam"
     update_ratio: float = 6e-5

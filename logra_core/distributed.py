@@ -158,6 +158,8 @@ class ShardedLoGRA(LoGRA):
         self, model: nn.Module, ranks: Ranks, sketch: SketchConfig = SketchConfig(), optim: OptimConfig = OptimConfig(),
         scale: Callable[[SketchUpdate], float] | None = None,
     ) -> None:  # fmt: skip
+        if sketch.projection == "activation" and ranks.world > 1:
+            raise ConfigError("SketchConfig.projection = 'activation' over several ranks: each would find another A from its own share of the batch")
         self.ranks = ranks
         self._sums: dict[str, torch.Tensor] = {}  # this rank's rows [d, R] of the sketches, summed over ranks
         super().__init__(model, sketch, optim, scale)
@@ -194,6 +196,10 @@ class ShardedLoGRA(LoGRA):
     def _missing(self) -> list[str]:
         self._reduce()
         return [n for n in self.targets if n not in self._sums]
+
+    def _sketch_norms(self) -> list[float]:
+        own = torch.stack(torch._foreach_norm([self._sums[n] for n in self.targets])).double().square().tolist()
+        return [math.sqrt(sum(parts)) for parts in zip(*self.ranks.gather(own))]
 
     def _factor(self, name: str, target: Target, group: dict) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         state, length = self.state[target.sketch], target.module.out_features

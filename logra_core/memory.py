@@ -104,6 +104,7 @@ class SavedActivations:
 
 
 METHODS = ("dense", "lora", "logra")
+SKETCHES = {"logra": {}, "two_sided": {"kind": "two_sided"}}  # methods that sketch, and their switches of SketchConfig
 
 
 @dataclass(frozen=True)
@@ -159,7 +160,7 @@ def measure_step(model: nn.Module, method: str, rank: int, ids: torch.Tensor, ch
     layers, head, gradients, peaks = _pass(net, ids)
     with TrackMemory() as update:
         optimizer.step()
-    kept = 0 if method == "logra" else update.live  # what stays of AdamW's step is its state; LoGRA's own was there before
+    kept = 0 if method in SKETCHES else update.live  # what stays of AdamW's step is its state; LoGRA's own was there before
     masters, state = _state(net, method, optimizer)
     optimizer.zero_grad(set_to_none=True)
     undo()
@@ -208,17 +209,17 @@ def _simulate(name, method, rank, shape, dtype, checkpointing, backward, layers)
 
 def _prepare(model: nn.Module, method: str, rank: int, checkpointing: bool):
     """(the model to call, optimizer, undo) of a method; what trains, and nothing else, requires grad."""
-    if method not in METHODS:
-        raise ConfigError(f"method = {method!r}: allowed is one of {', '.join(METHODS)}")
+    if method not in METHODS and method not in SKETCHES:
+        raise ConfigError(f"method = {method!r}: allowed is one of {', '.join(dict.fromkeys((*METHODS, *SKETCHES)))}")
     if checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         model.train()  # transformers recomputes in training mode only; these models have no dropout
     undo = [model.gradient_checkpointing_disable, model.eval] if checkpointing else []
     layers, net = select_targets(model, SketchConfig().targets), model
-    if method == "logra":
+    if method in SKETCHES:
         from .optim import LoGRA
 
-        optimizer = LoGRA(model, SketchConfig(rank=rank))
+        optimizer = LoGRA(model, SketchConfig(rank=rank, **SKETCHES[method]))
         return net, optimizer, lambda: [f() for f in (optimizer.detach, *undo)]
     model.requires_grad_(False)
     if method == "lora":
@@ -234,15 +235,15 @@ def _prepare(model: nn.Module, method: str, rank: int, checkpointing: bool):
 
 
 def _projections(net: nn.Module, method: str, rank: int) -> int:
-    """Bytes of A (fp32, and again in the compute dtype where that differs), which are drawn here, or of LoRA's factors."""
+    """Bytes of A, or Ω and Ψ (fp32, and again in the compute dtype where that differs), which are drawn here, or of LoRA's factors."""
     if method == "lora":
         return storage_bytes(p for p in net.parameters() if p.requires_grad)
     total = 0
-    for target in net._logra_targets.values() if method == "logra" else ():
+    for target in net._logra_targets.values() if method in SKETCHES else ():
         for dtype in {torch.float32, target.weight.dtype}:
             if isinstance(target.weight, FakeTensor):  # the bits of a fake A do not matter
-                target._drawn[dtype, target.weight.device] = torch.empty(rank, target.width, dtype=dtype)
-            total += storage_bytes([target.projection(dtype)])
+                target._drawn |= {key: torch.empty(shape, dtype=dtype) for key, shape in target.draw_shapes(dtype).items()}
+            total += storage_bytes(target.draw(dtype))
     return total
 
 
@@ -271,7 +272,7 @@ def _pass(net: nn.Module, ids: torch.Tensor, backward: bool = True) -> tuple[int
 
 def _state(net: nn.Module, method: str, optimizer: torch.optim.Optimizer) -> tuple[int, int]:
     """Bytes of (fp32 masters, optimizer state): AdamW keeps two fp32 values a weight and a step count a tensor, RowAdam one a row."""
-    if method == "logra":
+    if method in SKETCHES:
         masters = storage_bytes(optimizer.weights.masters.values())
         return masters, optimizer_bytes(optimizer) - masters
     trained = [p for p in net.parameters() if p.requires_grad]

@@ -16,6 +16,8 @@ import torch
 from .config import ConfigError, DenseConfig, TrainConfig
 from .kl import ProbeBatch, StepController, exact_kl
 from .optim import LoGRA, MissingSketchError, NonFiniteError
+from .ppo import sequence_logprobs
+from .rollout import Rollouts, shared_prefix
 from .sketch import select_targets
 from .sync import Weights, full_state_bytes
 
@@ -29,13 +31,17 @@ class Message:
 
 
 class Method(Protocol):
-    """propose -> scale -> apply, once per update; `propose` and `scale` change nothing, so an error there leaves all as it was."""
+    """observe -> (backward) -> propose -> scale -> apply, once per update; only `apply` changes weights, so an error before leaves them.
+
+    observe: look at the batch before its gradient is taken, for a method whose projection depends on it.
+    """
 
     weights: Weights
     version: int  # applied updates
     run_id: str
 
     def zero_grad(self) -> None: ...
+    def observe(self, rollouts: Rollouts, pad_id: int) -> None: ...
     def grad_norm(self) -> float: ...
     def propose(self) -> Any: ...
     def scale(self, update: Any, probe: ProbeBatch, mismatch: float) -> float: ...
@@ -83,6 +89,21 @@ class LograMethod:
 
     def zero_grad(self) -> None:
         self.optimizer.zero_grad()
+
+    def observe(self, rollouts: Rollouts, pad_id: int) -> None:
+        """Activation-aware projection: score the first `sketch.scored_responses` responses without gradients, a microbatch at a time.
+
+        TIS takes its old log-probs from the training forward, so this pass is extra: about a third of a training pass over those responses.
+        """
+        if self.cfg.sketch.projection != "activation":
+            return
+        count = min(self.cfg.sketch.scored_responses or len(rollouts), len(rollouts))
+        for rows in torch.arange(count).split(self.cfg.ppo.microbatch):
+            part = rollouts.select(rows.tolist())
+            shared = 0 if self.cfg.gradient_checkpointing else shared_prefix(part.prompt_ids)
+            padded = part.padded(pad_id, skip=shared)
+            with self.optimizer.observe(padded["attention_mask"], shared):
+                sequence_logprobs(self.model, padded, self.cfg.sampling.temperature, part.prompt_ids[0][:shared])
 
     def grad_norm(self) -> float:
         """Frobenius norm over all sketches."""
@@ -146,6 +167,9 @@ class DenseMethod:
 
     def zero_grad(self) -> None:
         self.optimizer.zero_grad(set_to_none=True)
+
+    def observe(self, rollouts: Rollouts, pad_id: int) -> None:
+        """Nothing to find."""
 
     def grad_norm(self) -> float:
         """Frobenius norm over the gradients of all targets."""

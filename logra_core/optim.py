@@ -8,11 +8,14 @@ from __future__ import annotations
 import math
 import uuid
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 
 import torch
 from torch import nn
 
-from .config import ConfigError, OptimConfig, SketchConfig, to_dict
+from .activation import observe
+from .config import ConfigError, NonFiniteError, OptimConfig, SketchConfig, to_dict
+from .orthogonal import orthogonal
 from .projection import ProjectionSpec
 from .sketch import Target, attach, detach
 from .sync import SketchUpdate, Weights
@@ -20,10 +23,6 @@ from .sync import SketchUpdate, Weights
 TINY = torch.finfo(torch.float32).tiny
 LARGEST = 1e18  # of a sketch or factor entry: squares and products with A stay finite in fp32
 _DTYPE = {"bfloat16": torch.bfloat16, "float32": torch.float32}
-
-
-class NonFiniteError(FloatingPointError):
-    """A NaN or infinity was met before the step; weights and optimizer state are unchanged."""
 
 
 class MissingSketchError(RuntimeError):
@@ -89,7 +88,7 @@ class LoGRA(torch.optim.Optimizer):
         scale: Callable[[SketchUpdate], float] | None = None,
     ) -> None:
         self.model, self.config, self.optim_config, self.scale = model, sketch, optim, scale
-        self.targets = attach(model, sketch)
+        self.targets = attach(model, sketch, _DTYPE[optim.wire_dtype])
         self.weights = self._make_weights()
         self._pending: tuple[SketchUpdate, dict[str, torch.Tensor], float] | None = None  # update, new moments, size √Σ‖UA‖²
         group = {"params": [t.sketch for t in self.targets.values()], "logra": self._identity(uuid.uuid4().hex, 0)}
@@ -133,24 +132,41 @@ class LoGRA(torch.optim.Optimizer):
             )
         group = self.param_groups[0]
         factors, right, moments, norms = {}, {}, {}, []
+        if self.optim_config.rule == "orthogonal" or self.config.kind == "two_sided":
+            # decompositions of what is not finite have no defined result
+            self._refuse(self._sketch_norms(), LARGEST)
         for name, target in self.targets.items():
             factors[name], right[name], moments[name] = self._factor(name, target, group)
             norms.append(product_norm_sq(factors[name], right[name]))
         norms = torch.stack(norms).tolist()
-        if bad := [n for n, norm in zip(factors, norms, strict=True) if not norm <= LARGEST**2]:  # NaN and infinity reach the norm
-            raise NonFiniteError(f"sketch of {', '.join(bad[:5])} holds NaN, infinity or a value above {LARGEST:g}: nothing was changed")
+        self._refuse(norms, LARGEST**2)  # NaN and infinity reach the norm
         total, weights = math.sqrt(sum(norms)), math.sqrt(sum(self._weight_norms_sq()))
         if not math.isfinite(weights):
             raise NonFiniteError(f"norm of the weights is {weights}: nothing was changed")
         factor = group["lr"] * weights / total if total else 0.0
         torch._foreach_mul_(list(factors.values()), factor)
-        first = next(iter(self.targets.values()))
+        sent = {n: V_RK for n, V_RK in right.items() if self.targets[n].by_value}
         update = SketchUpdate(
-            self.run_id, self.version + 1, first.spec, factors, {n: t.width for n, t in self.targets.items()},
-            drawn=right,
+            self.run_id, self.version + 1, self._spec(), factors, {n: t.width for n, t in self.targets.items()}, sent,
+            drawn={n: V_RK for n, V_RK in right.items() if n not in sent},
         )  # fmt: skip
         self._pending = (update, moments, group["lr"] * weights)
         return update
+
+    def observe(self, mask: torch.Tensor | None = None, prefix: int = 0) -> AbstractContextManager[None]:
+        """Context for passes that score the batch before its gradient is taken: A of this update is found in them (activation.py).
+
+        mask, prefix: see `activation.observe`. Without such a pass A has random rows, drawn from the seed.
+        Raises:
+            ConfigError: projection is not "activation". Inside, see `activation.observe`.
+        """
+        if self.config.projection != "activation":
+            raise ConfigError(f"SketchConfig.projection = {self.config.projection!r}: only 'activation' observes inputs")
+        return observe(self.targets.values(), mask, prefix)
+
+    def _refuse(self, sizes: list[float], largest: float) -> None:
+        if bad := [n for n, size in zip(self.targets, sizes, strict=True) if not size <= largest]:
+            raise NonFiniteError(f"sketch of {', '.join(bad[:5])} holds NaN, infinity or a value above {LARGEST:g}: nothing was changed")
 
     @torch.no_grad()
     def apply(self, update: SketchUpdate, alpha: float = 1.0) -> SketchUpdate:
@@ -222,18 +238,24 @@ class LoGRA(torch.optim.Optimizer):
         """Targets that no backward has reached."""
         return [n for n, t in self.targets.items() if t.sketch.grad is None]
 
+    def _sketch_norms(self) -> list[float]:
+        return torch.stack(torch._foreach_norm([t.sketch.grad for t in self.targets.values()])).tolist()
+
     def _factor(self, name: str, target: Target, group: dict) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """U [D, R] before the common factor, V [R, K], and the layer's new moment [D]."""
-        S_DR, V_RK, v_D = target.sketch.grad, target.projection(), self.state[target.sketch]["v"]
+        (S_DR, V_RK), v_D = target.factors(), self.state[target.sketch]["v"]
         if self.optim_config.rule == "row_adam":
             U_DR, v_D = row_adam(S_DR, v_D, self.version + 1, group["beta2"], group["eps"])
             return U_DR, V_RK, v_D
-        return sgd(S_DR), V_RK, v_D
+        return (sgd(S_DR) if self.optim_config.rule == "sgd" else orthogonal(S_DR, V_RK)), V_RK, v_D
+
+    def _spec(self) -> ProjectionSpec:
+        c = self.config
+        return ProjectionSpec(c.seed, self.version if c.refresh else 0, c.rank, c.distribution, c.share_inputs)
 
     def _redraw(self) -> None:
-        spec = ProjectionSpec(self.config.seed, self.version if self.config.refresh else 0, self.config.rank, self.config.distribution)
         for target in self.targets.values():
-            target.redraw(spec)
+            target.redraw(self._spec())
 
     def _weight_norms_sq(self) -> list[float]:
         norms = torch._foreach_norm([self.weights.master(n) for n in self.targets])

@@ -19,16 +19,22 @@ from .config import DISTRIBUTIONS, ConfigError
 
 WRAPPER_PARTS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
 RECIPE = "logra-projection-1"  # part of the seed: a changed recipe must change every A
+NEEDS_WIDTH = ("orthonormal", "hadamard")  # distributions with at most as many rows as columns
+SAME_INPUT = {"q_proj": "qkv_proj", "k_proj": "qkv_proj", "v_proj": "qkv_proj", "gate_proj": "gate_up_proj", "up_proj": "gate_up_proj"}
 
 
 @dataclass(frozen=True)
 class ProjectionSpec:
-    """Which draw of A: run seed, draw number (0 for the first update; stays 0 when A is fixed), rank r, distribution."""
+    """Which draw of A: run seed, draw number (0 for the first update; stays 0 when A is fixed), rank r, distribution.
+
+    shared: layers of one block that read the same input (q, k, v; gate, up) have one A.
+    """
 
     seed: int
     draw: int
     rank: int
     distribution: str
+    shared: bool = False
 
     def __post_init__(self) -> None:
         if self.distribution not in DISTRIBUTIONS:
@@ -37,12 +43,20 @@ class ProjectionSpec:
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
                 raise ConfigError(f"{name} = {value!r}: expected an integer >= {least}")
+        if not isinstance(self.shared, bool):
+            raise ConfigError(f"shared = {self.shared!r}: expected true or false")
 
 
 def canonical_name(name: str) -> str:
     """Module name without the parts that wrappers add (torch.compile, activation checkpointing, FSDP1, a leading DDP `module.`)."""
     parts = [p for p in name.split(".") if p not in WRAPPER_PARTS]
     return ".".join(parts[1:] if len(parts) > 1 and parts[0] == "module" else parts)
+
+
+def input_name(name: str) -> str:
+    """Canonical name of what a layer reads: the same for q, k and v, and for gate and up, of one block; else the layer's own."""
+    block, dot, last = canonical_name(name).rpartition(".")
+    return block + dot + SAME_INPUT.get(last, last)
 
 
 def make_projection(
@@ -56,7 +70,10 @@ def make_projection(
 ) -> torch.Tensor:
     """A[r, k] with E[AᵀA] = I (METHOD section 1).
 
-    Rademacher: ±1/√r. Gaussian: N(0, 1/r). Orthonormal: Haar rows times √(k/r), which needs r <= k.
+    Rademacher: ±1/√r. Gaussian: N(0, 1/r). Orthonormal: Haar rows times √(k/r). Hadamard: r rows, without repetition, of the
+    Walsh–Hadamard matrix of order k' with random signs on the columns, over √r; k' is the next power of two, and of its columns a random
+    choice of k stays. Where k = k' the rows are orthonormal times √(k/r); else they overlap, by √(1 − k/k') of what random signs would.
+    The last two need r <= k.
 
     Args:
         name: of the module, canonical or wrapped. width: k, inputs of the layer.
@@ -71,15 +88,17 @@ def make_projection(
         raise ConfigError(f"width = {width}: a projection of {name!r} needs at least one column")
     if columns.step not in (None, 1):
         raise ConfigError(f"columns = {columns}: allowed is a slice with step 1")
-    stream = np.random.Philox(key=_key(spec, name))
+    stream = stream_of(spec, name)
     device = torch.device(device)
     if spec.distribution == "rademacher":
         return _rademacher(stream, spec.rank, width, columns, dtype, device)
     if spec.distribution == "gaussian":
         values = _normal(stream, spec.rank * width).reshape(spec.rank, width) / math.sqrt(spec.rank)
+    elif spec.rank > width:
+        raise ConfigError(f"rank = {spec.rank}: {name!r} has {width} inputs, and orthonormal rows need rank <= {width}")
+    elif spec.distribution == "hadamard":
+        values = _hadamard(stream, spec.rank, width)
     else:
-        if spec.rank > width:
-            raise ConfigError(f"rank = {spec.rank}: {name!r} has {width} inputs, and orthonormal rows need rank <= {width}")
         values = _haar_rows(_normal(stream, spec.rank * width).reshape(spec.rank, width)) * math.sqrt(width / spec.rank)
     return torch.from_numpy(np.ascontiguousarray(values[:, columns])).to(device=device, dtype=dtype)
 
@@ -95,9 +114,14 @@ def projection_digest(spec: ProjectionSpec, widths: dict[str, int], made: dict[s
     return digest.hexdigest()
 
 
+def stream_of(spec: ProjectionSpec, name: str) -> np.random.Philox:
+    """The random words that belong to one layer of one draw."""
+    return np.random.Philox(key=_key(spec, name))
+
+
 def _key(spec: ProjectionSpec, name: str) -> np.ndarray:
     # The rank is left out: the rank-r matrix is then the first r rows of any larger one, up to the scale.
-    text = f"{RECIPE}|{spec.distribution}|{spec.seed}|{spec.draw}|{canonical_name(name)}"
+    text = f"{RECIPE}|{spec.distribution}|{spec.seed}|{spec.draw}|{input_name(name) if spec.shared else canonical_name(name)}"
     return np.frombuffer(hashlib.blake2b(text.encode(), digest_size=16).digest(), dtype="<u8").astype(np.uint64)
 
 
@@ -115,6 +139,25 @@ def _rademacher(stream, rank, width, columns, dtype, device) -> torch.Tensor:
     scale = 1.0 / math.sqrt(rank)
     bits = bits[:, start - 8 * first : max(stop - 8 * first, start - 8 * first)]
     return bits.to(torch.float32).mul_(2 * scale).sub_(scale).to(dtype).contiguous()  # 0, 1 -> -scale, +scale: exact
+
+
+def _hadamard(stream, rank: int, width: int) -> np.ndarray:
+    """±1/√r, float64 [r, k]: entry (i, j) of the Walsh–Hadamard matrix is the parity of i & j."""
+    order = 1 << (width - 1).bit_length()
+    signs = stream.random_raw(width) & np.uint64(1)
+    rows = np.argsort(stream.random_raw(order), kind="stable")[:rank].astype(np.uint64)
+    # the first columns of a longer matrix would make rows i and i + order/2 nearly parallel
+    columns = np.argsort(stream.random_raw(order), kind="stable")[:width].astype(np.uint64)
+    parity = np.bitwise_count(rows[:, None] & columns) & 1
+    return (1.0 - 2.0 * (parity ^ signs.astype(np.uint8))) / math.sqrt(rank)
+
+
+def random_signs(stream: np.random.Philox, rows: int, columns: int) -> torch.Tensor:
+    """The next ±1, fp32 [rows, columns]; each row starts on a word of its own, so that rows may be drawn in any number of calls."""
+    words = -(-columns // 64)
+    packed = stream.random_raw(rows * words).astype("<u8", copy=False).view(np.uint8).reshape(rows, words * 8)
+    bits = torch.from_numpy(np.unpackbits(packed, axis=1, bitorder="little", count=columns))
+    return bits.to(torch.float32).mul_(2).sub_(1)
 
 
 def _normal(stream, count: int) -> np.ndarray:

@@ -188,6 +188,21 @@ def gradients(
     return made
 
 
+def open_record(out: Path, settings: dict, seed: int) -> tuple[RunLog, set[str]]:
+    """The record of a study and the layers that it holds already. ConfigError for a file of other settings."""
+    done: set[str] = set()
+    if out.exists():
+        header, rows = read_log(out)
+        if header["settings"] != scrub(json.loads(json.dumps(settings))):
+            raise ConfigError(f"{out} holds a study with other settings; choose another --out")
+        done = {r["layer"] for r in rows if r["kind"] == "layer_done"}
+        if not done:  # stopped before its first layer was whole
+            out.unlink()
+    if done:
+        return RunLog.resume(out, lambda r: r["kind"] == "rollouts" or r["layer"] in done), done
+    return RunLog(out, {"seed": seed, "settings": settings}), done
+
+
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m logra_core.reconstruction", description="Record the reconstruction study.")
     parser.add_argument("recipe", help="training recipe: policy, task, sampling, batch size")
@@ -201,37 +216,26 @@ def main(arguments: list[str] | None = None) -> int:
     if cfg.threads:
         torch.set_num_threads(cfg.threads)
     settings = {"train": to_dict(cfg), "batches": args.batches, "every": args.every, "ranks": RANKS, "top": TOP, "kinds": KINDS}
-    done: set[str] = set()
-    if args.out.exists():
-        header, rows = read_log(args.out)
-        if header["settings"] != scrub(json.loads(json.dumps(settings))):
-            raise ConfigError(f"{args.out} holds a study with other settings; choose another --out")
-        done = {r["layer"] for r in rows if r["kind"] == "layer_done"}
-        if not done:  # stopped before its first layer was whole
-            args.out.unlink()
-    if done:
-        log = RunLog.resume(args.out, lambda r: r["kind"] == "rollouts" or r["layer"] in done)
-    else:
-        log = RunLog(args.out, {"seed": cfg.seed, "settings": settings})
+    log, done = open_record(args.out, settings, cfg.seed)
     found = gradients(cfg, {"untrained": None, "trained": args.checkpoint}, args.batches, None if done else log)
     names = [n for n in next(iter(found.values())) if layer_place(n)[0] % args.every == 0]
     for name in tqdm([n for n in names if n not in done], desc="layers"):
         drawn: dict = {}
         for (stage, advantages, batch), layers in found.items():
             row = measure(layers[name], name, batch, cfg.seed, drawn)
-            log.row("gradient", layer=name, stage=stage, advantages=advantages, batch=batch, **{k: _short(v) for k, v in row.items()})
+            log.row("gradient", layer=name, stage=stage, advantages=advantages, batch=batch, **{k: short(v) for k, v in row.items()})
         log.row("layer_done", layer=name)
     log.close()
     return 0
 
 
-def _short(value):
+def short(value):
     """Numbers rounded to 4 significant digits, to keep the record small; containers too."""
     if isinstance(value, float):
         return float(f"{value:.4g}")
     if isinstance(value, dict):
-        return {k: _short(v) for k, v in value.items()}
-    return [_short(v) for v in value] if isinstance(value, list) else value
+        return {k: short(v) for k, v in value.items()}
+    return [short(v) for v in value] if isinstance(value, list) else value
 
 
 if __name__ == "__main__":

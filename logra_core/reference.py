@@ -18,6 +18,27 @@ def sketch(g_ND: torch.Tensor, x_NK: torch.Tensor, A_RK: torch.Tensor) -> torch.
     return S_DR
 
 
+def two_sided(g_ND, x_NK, Omega_QK, Psi_PD) -> tuple[torch.Tensor, torch.Tensor]:
+    """(Y, Z) = (G Ωᵀ [D, q], Ψ G [p, K]) by way of the dense gradient, float64 (Tropp et al. 2017, equation 2.1)."""
+    return sketch(g_ND, x_NK, Omega_QK), sketch(x_NK, g_ND, Psi_PD).T
+
+
+def rebuild(Y_DQ, Z_PK, Psi_PD) -> torch.Tensor:
+    """Ĝ = Q (Ψ Q)⁺ Z [D, K] float64, Q an orthonormal basis of Y's range from its singular vectors (Tropp et al. 2017, Algorithm 4)."""
+    Q_DQ = torch.linalg.svd(Y_DQ.double(), full_matrices=False).U
+    return Q_DQ @ torch.linalg.lstsq(Psi_PD.double() @ Q_DQ, Z_PK.double(), driver="gelsd").solution
+
+
+def polar(G_DK, tolerance: float = 1e-5) -> torch.Tensor:
+    """Σ_i u_i v_iᵀ [D, K] float64 over the singular directions of G that are stronger than `tolerance` times the strongest."""
+    total = torch.zeros(G_DK.shape, dtype=torch.float64)
+    U, sigma, V = torch.linalg.svd(G_DK.double(), full_matrices=False)
+    for u_D, s, v_K in zip(U.T, sigma, V, strict=True):
+        if s > tolerance * sigma[0]:
+            total += torch.outer(u_D, v_K)
+    return total
+
+
 def row_adam(S_DR, v_D, step: int, beta2: float, eps: float):
     """(U [D, R], v [D]) of METHOD section 3 in Python floats, row by row."""
     rows = [[float(s) for s in row] for row in S_DR]

@@ -79,12 +79,12 @@ class Resumable:
         header, rows = read_log(log)
         if any(r["kind"] == "end" for r in rows):
             raise ConfigError(f"{log} is of a finished run without a checkpoint; choose another folder or remove it")
-        if differ := checkpoint.differing_fields(header.get("config", {}), scrub(_json(to_dict(self.cfg)))):
+        if differ := checkpoint.differing_fields(header.get("config", {}), scrub(checkpoint.as_json(to_dict(self.cfg)))):
             raise ConfigError(f"{log} is of another run: {'; '.join(differ)}; choose another folder or remove it")
 
     def _restore(self, path: Path) -> int:
         weights, state = self._load(path)
-        if differ := checkpoint.differing_fields(json.loads(state["config"]), _json(to_dict(self.cfg))):
+        if differ := checkpoint.differing_fields(json.loads(state["config"]), checkpoint.as_json(to_dict(self.cfg))):
             raise ConfigError(f"cannot resume {path} with other settings: {'; '.join(differ)}")
         if state["frozen"] != self._frozen():
             raise checkpoint.CheckpointError(f"{path} is of another model: its frozen weights differ from those of {self.cfg.model!r}")
@@ -126,8 +126,3 @@ class Resumable:
     def _write(self, update: int, state: dict[str, Any]) -> None:
         masters = {n: self.method.weights.master(n) for n in self.method.weights.modules}
         checkpoint.save(self.out / "checkpoint", update, masters, state)
-
-
-def _json(value: Any) -> Any:
-    """As it comes back from JSON."""
-    return json.loads(json.dumps(value))

@@ -14,18 +14,25 @@ from contextlib import nullcontext
 
 import torch
 from torch import nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from .config import ConfigError, SketchConfig
-from .projection import ProjectionSpec, canonical_name, make_projection
+from .projection import NEEDS_WIDTH, ProjectionSpec, canonical_name, input_name, make_projection
 
 SKETCH = "logra_sketch"
 
 
 class Target:
-    """One selected layer: y = x Wᵀ with W [D, K], its current projection A [R, K] and its sketch S [D, R]."""
+    """One selected layer: y = x Wᵀ with W [D, K], its current projection A [R, K] and its sketch S [D, R].
+
+    finder: takes A from what the layer's input was seen to be (activation.py), else None. products: P = x Aᵀ of the inputs x that are
+    alive now, shared by the layers that read them with the same A, else None.
+    """
 
     def __init__(self, name: str, module: nn.Linear, spec: ProjectionSpec) -> None:
         self.name, self.module, self.spec = name, module, spec
+        self.finder = None
+        self.products: WeakTensorKeyDictionary | None = None
         self._drawn: dict[tuple, torch.Tensor] = {}
         self._handles: list = []
 
@@ -47,64 +54,110 @@ class Target:
         device = self.weight.device
         key = (dtype, device)
         if key not in self._drawn:
-            self._drawn[key] = make_projection(self.spec, self.name, self.width, dtype=dtype, device=device)
+            if self.finder is not None and self.finder.tokens:
+                self._drawn[key] = self.finder.rows().to(device=device, dtype=dtype)
+            else:
+                self._drawn[key] = make_projection(self.spec, self.name, self.width, dtype=dtype, device=device)
         return self._drawn[key]
+
+    def draw(self, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, ...]:
+        """All random matrices of the current draw, held until the next one."""
+        return (self.projection(dtype),)
+
+    def draw_shapes(self, dtype: torch.dtype = torch.float32) -> dict[tuple, tuple[int, int]]:
+        """Key in `_drawn` -> shape of each of them."""
+        return {(dtype, self.weight.device): (self.spec.rank, self.width)}
+
+    @property
+    def by_value(self) -> bool:
+        """Whether the right factor of the next update is no function of a seed, so that it must be sent."""
+        return self.finder is not None and self.finder.tokens > 0
+
+    def factors(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """S [D, R] and V [R, K], fp32, of what has accumulated: the gradient is seen as S V."""
+        return self.sketch.grad, self.projection()
+
+    def sketch_shape(self) -> tuple[int, ...]:
+        """Of `sketch` and its gradient."""
+        return self.module.out_features, self.spec.rank
 
     def redraw(self, spec: ProjectionSpec) -> None:
         """Use another draw from now on. Forwards made before it can no longer be differentiated (backward raises)."""
         if spec != self.spec:
             self.spec = spec
             self._drawn.clear()
+            if self.finder is not None:
+                self.finder.restart(spec)
 
     @torch.compiler.disable  # a graph break at each target: right under torch.compile, at the cost of some fusion
     def _on_forward(self, module: nn.Module, args: tuple, kwargs: dict, output: torch.Tensor) -> torch.Tensor | None:
         if not torch.is_grad_enabled():  # scoring, generation, probes: nothing to accumulate, nothing to pay
             return None
-        x = args[0] if args else kwargs["input"]
-        # Under autocast the layer computed in the output's dtype, so its gradient is of the input in that dtype.
-        x_NK = x.detach().to(output.dtype).reshape(-1, self.width)
-        return _Tap.apply(output, x_NK, self.projection(output.dtype), self.sketch, self)
+        return self._tap(output, args[0] if args else kwargs["input"])
+
+    def _tap(self, output: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return _Tap.apply(output, self._product(x, output.dtype), self.sketch, self)
+
+    @torch.no_grad()
+    def _product(self, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """P = x Aᵀ [N, R]. Under autocast the layer computed in the output's dtype, so its gradient is of the input in that dtype."""
+        shared = self.products is not None
+        if shared and (known := self.products.get(x)) is not None and known[0] == (x._version, dtype, self.spec):
+            return known[1]
+        P_NR = x.detach().to(dtype).reshape(-1, self.width) @ self.projection(dtype).T
+        if shared:
+            self.products[x] = (x._version, dtype, self.spec), P_NR
+        return P_NR
 
 
 class _Tap(torch.autograd.Function):
     """Identity on y; the gradient of `sketch` is gᵀ P with P = x Aᵀ [N, R] saved instead of x [N, K]."""
 
     @staticmethod
-    def forward(y, x_NK, A_RK, sketch_DR, target):
+    def forward(y, P_NR, sketch_DR, target):
         return y.view_as(y)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
-        y, x_NK, A_RK, sketch_DR, target = inputs
-        ctx.save_for_backward(x_NK @ A_RK.T)
+        y, P_NR, sketch_DR, target = inputs
+        ctx.save_for_backward(P_NR)
         ctx.target, ctx.spec = target, target.spec
 
     @staticmethod
     def backward(ctx, g):
-        if ctx.spec != ctx.target.spec:
-            raise RuntimeError(
-                f"backward of {ctx.target.name!r} through a forward made with projection draw {ctx.spec.draw}, but the current "
-                f"draw is {ctx.target.spec.draw}: run the backward before the update is applied"
-            )
+        refuse_old_draw(ctx)
         S_DR = None
-        if ctx.needs_input_grad[3]:
+        if ctx.needs_input_grad[2]:
             (P_NR,) = ctx.saved_tensors
-            with torch.autocast(g.device.type, enabled=False) if torch.is_autocast_enabled(g.device.type) else nullcontext():
-                S_DR = _product_fp32(g.reshape(-1, g.shape[-1]).T, P_NR)
-        return g, None, None, S_DR, None
+            with plain_dtypes(g.device):
+                S_DR = product_fp32(g.reshape(-1, g.shape[-1]).T, P_NR)
+        return g, None, S_DR, None
 
     @staticmethod
     def jvp(ctx, y_tangent, *_):
         return y_tangent.view_as(y_tangent)
 
 
-def _product_fp32(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """a @ b accumulated and returned in fp32 whatever the inputs' dtype."""
-    if a.dtype == torch.float32 == b.dtype:
-        return a @ b
-    if a.is_cuda and a.dtype == b.dtype:
-        return torch.mm(a, b, out_dtype=torch.float32)
-    return a.float() @ b.float()
+def refuse_old_draw(ctx) -> None:
+    """RuntimeError in a backward whose forward used another projection than the current one."""
+    if ctx.spec != ctx.target.spec:
+        raise RuntimeError(
+            f"backward of {ctx.target.name!r} through a forward made with projection draw {ctx.spec.draw}, but the current "
+            f"draw is {ctx.target.spec.draw}: run the backward before the update is applied"
+        )
+
+
+def plain_dtypes(device: torch.device):
+    """Autocast off."""
+    return torch.autocast(device.type, enabled=False) if torch.is_autocast_enabled(device.type) else nullcontext()
+
+
+def product_fp32(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+    """a @ b accumulated and returned in fp32 whatever the inputs' dtype; into `out` if given."""
+    if a.is_cuda and a.dtype == b.dtype != torch.float32:
+        made = torch.mm(a, b, out_dtype=torch.float32)
+        return made if out is None else out.copy_(made)
+    return torch.mm(a.float(), b.float(), out=out)
 
 
 def select_targets(model: nn.Module, targets: Iterable[str]) -> dict[str, nn.Linear]:
@@ -137,13 +190,14 @@ def select_targets(model: nn.Module, targets: Iterable[str]) -> dict[str, nn.Lin
     return dict(sorted(chosen.items(), key=lambda item: order[item[0]]))
 
 
-def attach(model: nn.Module, config: SketchConfig) -> dict[str, Target]:
+def attach(model: nn.Module, config: SketchConfig, wire_dtype: torch.dtype = torch.bfloat16) -> dict[str, Target]:
     """Freeze the model, select the targets and start accumulating their sketches. Undo with `detach`.
 
+    wire_dtype: to which an A that must be sent is rounded as soon as it is found.
     Returns:
         canonical name -> Target, in model order.
     Raises:
-        ConfigError: see `select_targets`; or the rank exceeds a layer's inputs for orthonormal rows.
+        ConfigError: see `select_targets`; or the rank exceeds a layer's inputs where the rows of A are orthonormal.
         RuntimeError: the model is attached already or compiled already (compile after attaching).
     """
     for name, module in model.named_modules():
@@ -151,14 +205,31 @@ def attach(model: nn.Module, config: SketchConfig) -> dict[str, Target]:
             raise RuntimeError(f"{canonical_name(name)!r} has a sketch already: detach the model first")
         if isinstance(module, torch._dynamo.OptimizedModule) or getattr(module, "_compiled_call_impl", None) is not None:
             raise RuntimeError(f"{name or 'the model'!r} is compiled: a compiled graph ignores later hooks; attach first, then compile")
-    spec = ProjectionSpec(config.seed, 0, config.rank, config.distribution)
-    targets = {n: Target(n, m, spec) for n, m in select_targets(model, config.targets).items()}
-    if config.distribution == "orthonormal" and (small := [n for n, t in targets.items() if t.width < config.rank]):
-        raise ConfigError(f"SketchConfig.rank = {config.rank}: orthonormal rows need rank <= inputs, but {small[0]!r} has {targets[small[0]].width}")
+    spec = ProjectionSpec(config.seed, 0, config.rank, config.distribution, config.share_inputs)
+    layers = select_targets(model, config.targets)
+    if config.kind == "two_sided":
+        from .two_sided import TwoSidedTarget  # it builds on this file
+
+        targets = {n: TwoSidedTarget(n, m, spec, config) for n, m in layers.items()}
+    else:
+        if config.distribution in NEEDS_WIDTH or config.projection == "activation":
+            if small := [n for n, m in layers.items() if m.in_features < config.rank]:
+                width = layers[small[0]].in_features
+                raise ConfigError(f"SketchConfig.rank = {config.rank}: orthonormal rows need rank <= inputs, but {small[0]!r} has {width}")
+        targets = {n: Target(n, m, spec) for n, m in layers.items()}
+    for members in _readers(targets, config.share_inputs):
+        if config.share_inputs:
+            members[0].products = WeakTensorKeyDictionary()
+        if config.projection == "activation":
+            from .activation import RangeFinder
+
+            members[0].finder = RangeFinder(spec, members[0].name, members[0].width, config.complement, wire_dtype)
+        for target in members:
+            target.products, target.finder = members[0].products, members[0].finder
     model._logra_requires_grad = {n: p.requires_grad for n, p in model.named_parameters()}
     model.requires_grad_(False)
     for target in targets.values():
-        _add_sketch(target, config.rank)
+        _add_sketch(target)
     model._logra_targets = targets
     model._logra_embedding_hook = _require_grad_of_embeddings(model)
     return targets
@@ -188,17 +259,25 @@ def target_table(targets: dict[str, Target]) -> str:
         kinds.setdefault(key, []).append(target)
     rows = [f"{'layer':<12}{'count':>6}{'D x K':>16}{'weights':>15}{'sketch':>13}"]
     for (kind, d, k), members in kinds.items():
-        count, rank = len(members), members[0].spec.rank
-        rows.append(f"{kind:<12}{count:>6}{f'{d} x {k}':>16}{count * d * k:>15,}{count * d * rank:>13,}")
+        count = len(members)
+        rows.append(f"{kind:<12}{count:>6}{f'{d} x {k}':>16}{count * d * k:>15,}{count * members[0].sketch.numel():>13,}")
     weights = sum(t.module.out_features * t.width for t in targets.values())
-    sketch = sum(t.module.out_features * t.spec.rank for t in targets.values())
+    sketch = sum(t.sketch.numel() for t in targets.values())
     rows.append(f"{'all':<12}{len(targets):>6}{'':>16}{weights:>15,}{sketch:>13,}")
     return "\n".join(rows)
 
 
-def _add_sketch(target: Target, rank: int) -> None:
+def _readers(targets: dict[str, Target], share: bool) -> list[list[Target]]:
+    """Targets in groups that read the same input (q, k, v; gate, up); each by itself without sharing."""
+    groups: dict[tuple, list[Target]] = {}
+    for target in targets.values():
+        groups.setdefault((input_name(target.name) if share else target.name, target.width), []).append(target)
+    return list(groups.values())
+
+
+def _add_sketch(target: Target) -> None:
     module = target.module
-    value = torch.zeros((), dtype=torch.float32, device=module.weight.device).expand(module.out_features, rank)
+    value = torch.zeros((), dtype=torch.float32, device=module.weight.device).expand(target.sketch_shape())
     module.register_parameter(SKETCH, nn.Parameter(value))
     target._handles = [
         module.register_forward_hook(target._on_forward, with_kwargs=True),

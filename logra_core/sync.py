@@ -36,7 +36,7 @@ class SketchUpdate:
 
     run_id: the run it belongs to. version: number of updates after it is applied (from 1).
     factors: name -> [D, R]; as proposed in fp32, as sent rounded to the wire dtype with α inside.
-    widths: name -> K. bases: name -> V [R, K] by value, for layers whose V no seed gives.
+    widths: name -> K. bases: name -> V [R, K] by value, rounded alike, where no seed gives V; any R; a shared tensor is sent once.
     fingerprint: of the weights after the update ("" when not checked). rounded: whether it may be merged and sent.
     """
 
@@ -52,8 +52,7 @@ class SketchUpdate:
 
     def basis(self, name: str, device: torch.device | str = "cpu") -> torch.Tensor:
         """V [R, K] fp32 of a layer."""
-        made = self.bases.get(name, self.drawn.get(name))
-        if made is None:
+        if (made := self.bases.get(name, self.drawn.get(name))) is None:
             made = make_projection(self.projection, name, self.widths[name], device=device)
         return made.to(device=device, dtype=torch.float32)
 
@@ -63,18 +62,21 @@ class SketchUpdate:
             raise SyncError("this update is scaled and rounded already; scale the proposed one")
         if not (0 <= alpha < float("inf")):
             raise ConfigError(f"alpha = {alpha!r}: expected a finite number >= 0")
-        factors = {n: torch.mul(U_DR, alpha, out=torch.empty_like(U_DR, dtype=dtype)) for n, U_DR in self.factors.items()}
-        return dataclasses.replace(self, factors=factors, rounded=True)
+        rows = {"dtype": dtype, "memory_format": torch.contiguous_format}  # as on the other side: a product's bits depend on the layout
+        factors = {n: torch.mul(U_DR, alpha, out=torch.empty_like(U_DR, **rows)) for n, U_DR in self.factors.items()}
+        rounded = {id(V_RK): torch.empty_like(V_RK, **rows).copy_(V_RK) for V_RK in self.bases.values()}
+        return dataclasses.replace(self, factors=factors, bases={n: rounded[id(V)] for n, V in self.bases.items()}, rounded=True)
 
     def payload_bytes(self) -> int:
-        """Bytes of the factors and of bases sent by value: Σ D·R·(bytes an element), the formula of METHOD section 5."""
-        return sum(t.numel() * t.element_size() for t in (*self.factors.values(), *self.bases.values()))
+        """Bytes of the factors, Σ D·R·(bytes an element) as in METHOD section 5, and of the bases sent by value."""
+        return sum(t.numel() * t.element_size() for t in (*self.factors.values(), *{id(t): t for t in self.bases.values()}.values()))
 
     def to_bytes(self, fingerprint: str | None = None) -> bytes:
         """The message: safetensors, with everything but the factors in a digested header."""
         if not self.rounded:
             raise SyncError("only a scaled and rounded update may be sent: take what LoGRA.apply returns")
         seeded = {n: k for n, k in self.widths.items() if n not in self.bases}
+        source = {id(V_RK): n for n, V_RK in reversed(self.bases.items())}  # of each distinct V, the first layer: it sends it
         header = {
             "format": FORMAT,
             "kind": "update",
@@ -84,8 +86,9 @@ class SketchUpdate:
             "widths": self.widths,
             "projection_digest": projection_digest(self.projection, seeded, self.drawn),
             "fingerprint": self.fingerprint if fingerprint is None else fingerprint,
+            "same_basis": {n: source[id(V_RK)] for n, V_RK in self.bases.items() if source[id(V_RK)] != n},
         }
-        tensors = {f"U.{n}": t for n, t in self.factors.items()} | {f"V.{n}": t for n, t in self.bases.items()}
+        tensors = {f"U.{n}": t for n, t in self.factors.items()} | {f"V.{n}": self.bases[n] for n in source.values()}
         return _pack(header, tensors)
 
     @classmethod
@@ -100,6 +103,7 @@ class SketchUpdate:
             projection = ProjectionSpec(**header["projection"])
             factors = {n[2:]: t for n, t in tensors.items() if n.startswith("U.")}
             bases = {n[2:]: t for n, t in tensors.items() if n.startswith("V.")}
+            bases |= {n: bases[first] for n, first in header["same_basis"].items()}
             widths = {n: int(k) for n, k in header["widths"].items()}
             drawn = {n: make_projection(projection, n, k) for n, k in widths.items() if n not in bases}
             update = cls(header["run_id"], header["version"], projection, factors, widths, bases, header["fingerprint"], True, drawn)
@@ -243,8 +247,9 @@ class Replica:
         """
         update = SketchUpdate.from_bytes(update) if isinstance(update, (bytes, bytearray, memoryview)) else update
         self._check_order(update)
-        self._check_tensors({n: (t, (d, update.projection.rank)) for n, t, (d, k) in self._pair(update.factors)}, "factor")
-        self._check_tensors({n: (t, (update.factors[n].shape[1], k)) for n, t, (d, k) in self._pair(update.bases, False)}, "basis")
+        rank = dict.fromkeys(update.factors, update.projection.rank) | {n: t.shape[0] for n, t in update.bases.items() if t.dim() == 2}
+        self._check_tensors({n: (t, (d, rank[n])) for n, t, (d, k) in self._pair(update.factors)}, "factor")
+        self._check_tensors({n: (t, (rank.get(n), k)) for n, t, (d, k) in self._pair(update.bases, False)}, "basis")
         if wrong := [n for n, k in update.widths.items() if k != self.weights.shapes[n][1]]:
             raise SyncError(f"update {update.version}: widths do not fit {', '.join(wrong[:5])}")
 
@@ -290,8 +295,7 @@ class Replica:
         shapes = [f"{n}: {list(t.shape)}, expected {list(shape)}" for n, (t, shape) in items.items() if tuple(t.shape) != shape]
         if shapes:
             raise SyncError(f"{what} of the wrong shape: " + "; ".join(shapes[:5]))
-        bad = [n for n, (t, _) in items.items() if not t.is_floating_point() or not torch.isfinite(t).all()]
-        if bad:
+        if bad := [n for n, (t, _) in items.items() if not t.is_floating_point() or not torch.isfinite(t).all()]:
             raise SyncError(f"{what} not finite: {', '.join(bad[:5])}")
 
     @torch.no_grad()

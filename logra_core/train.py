@@ -124,6 +124,8 @@ class Trainer(Resumable):
         rewards = rewards_of([g.correct for g in grades], cfg.ppo.failure_reward)
         advantages, baseline = self.baseline.advantages(rewards), self.baseline.value
         try:
+            with self._phase("score"):
+                method.observe(rollouts, self.pad_id)
             with self._phase("forward_backward"):
                 stats = self._backward(update, rollouts, advantages)
             grad_norm = method.grad_norm()

@@ -11,6 +11,25 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from logra_core import ProbeBatch, load_policy
 
 
+# Every switch of SketchConfig beyond the published method; tests of exactness, sync, resume and faults run over all of them.
+SWITCHES = {
+    "one_sided": {},
+    "two_sided": {"kind": "two_sided"},
+    "equal_bytes": {"kind": "two_sided", "equal_bytes": True},
+    "activation": {"projection": "activation"},
+    "shared": {"share_inputs": True},
+    "shared activation": {"projection": "activation", "share_inputs": True},
+    "hadamard": {"distribution": "hadamard"},
+}
+
+
+def score(logra, ids: torch.Tensor) -> None:
+    """The scoring pass that an activation-aware projection needs before backward; nothing for the others."""
+    if logra.config.projection == "activation":
+        with logra.observe():
+            logra.model(input_ids=ids, use_cache=False)
+
+
 def tiny_llama(seed: int = 0, **changes) -> LlamaForCausalLM:
     settings = dict(vocab_size=96, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4,
                     num_key_value_heads=2, max_position_embeddings=64, pad_token_id=0, eos_token_id=1, bos_token_id=2)  # fmt: skip

@@ -10,7 +10,7 @@ BAD = [
     (SketchConfig, "rank", 0, ">= 1"),
     (SketchConfig, "rank", 4.0, "expected int"),
     (SketchConfig, "rank", True, "expected int"),
-    (SketchConfig, "distribution", "cauchy", "rademacher, gaussian, orthonormal"),
+    (SketchConfig, "distribution", "cauchy", "rademacher, gaussian, orthonormal, hadamard"),
     (SketchConfig, "seed", -1, "0 <= seed"),
     (SketchConfig, "targets", (), "at least one"),
     (SketchConfig, "targets", ("q_proj", 1), "tuple"),
@@ -44,6 +44,7 @@ def test_a_bad_value_names_field_value_and_range(cls, field, value, words):
 def test_defaults_are_the_papers_settings():
     c = TrainConfig()
     assert (c.sketch.rank, c.sketch.distribution, c.sketch.refresh) == (256, "rademacher", True)
+    assert (c.sketch.kind, c.sketch.projection, c.sketch.equal_bytes, c.sketch.share_inputs) == ("one_sided", "random", False, False)
     assert (c.optim.beta2, c.optim.eps, c.optim.update_ratio) == (0.95, 1e-8, 6e-5)
     assert (c.kl.schedule, c.kl.budget, c.kl.budget_end, c.kl.horizon, c.kl.alpha_max, c.kl.probe_responses) == ("cosine", 2e-4, 2e-5, 300, 3.0, 2)
     assert (c.ppo.prompts_per_update, c.ppo.failure_reward, c.ppo.baseline_weight, c.ppo.tis_cap) == (128, -0.01, 0.1, 2.0)

@@ -6,10 +6,11 @@ import pytest
 import torch
 from models import random_ids, tiny_llama
 
-from logra_core import ConfigError
+from logra_core import ConfigError, SketchConfig
 from logra_core import shapes as shapes_module
 from logra_core.memory import METHODS, TrackMemory, measure_step, simulate_step, storage_bytes
 from logra_core.shapes import SHAPES, build, full_payload, linear_shapes, model_config, parameters, sketch_payload
+from logra_core.two_sided import accumulated, sizes
 
 SMALL = SHAPES["SmolLM2-135M"] | {
     "vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2,
@@ -57,6 +58,18 @@ def test_the_sketch_keeps_less_for_backward_than_a_trained_weight():
     assert more == 4 * 64 * 8 * 7 * 3  # fp32, 64 tokens, 8 more columns, 7 targets, 3 layers
 
 
+def test_the_two_sided_sketch_is_accounted():
+    """It accumulates D q + p K, holds Ω and Ψ, and keeps each layer's input, once where layers share it, as a trained weight would."""
+    ids, model, rank = random_ids(2, 32, 96), tiny_llama(), 4
+    config = SketchConfig(kind="two_sided", rank=rank)
+    shapes = [tuple(m.weight.shape) for n, m in model.named_modules() if isinstance(m, torch.nn.Linear) and "lm_head" not in n]
+    two, dense = (measure_step(model, m, rank, ids) for m in ("two_sided", "dense"))
+    assert two.gradients == sum(4 * accumulated(config, *shape) for shape in shapes)
+    assert two.projections == sum(4 * (q * k + p * d) for d, k in shapes for q, p in [sizes(config, d, k)])
+    assert two.optimizer == sum(4 * d for d, _ in shapes)
+    assert two.layers == dense.layers + 4 * 64 * (32 + 1)  # the first norm: a sketch makes the embeddings' output require grad
+
+
 def test_measuring_leaves_the_model_usable():
     model = tiny_llama()
     names = [n for n, _ in model.named_parameters()]
@@ -69,7 +82,7 @@ def test_measuring_leaves_the_model_usable():
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", [*METHODS, "two_sided"])
 def test_simulation_equals_measurement(method, checkpointing, monkeypatch):
     monkeypatch.setitem(shapes_module.SHAPES, "small", SMALL)
     model = build(model_config("small"))

@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from models import policy_loss, random_ids, tiny_llama
+from models import SWITCHES, policy_loss, random_ids, score, tiny_llama
 
 from logra_core import ConfigError, LoGRA, NonFiniteError, OptimConfig, SketchConfig, reference, row_adam, sgd
 from logra_core.optim import product_norm_sq
@@ -13,13 +13,14 @@ from logra_core.optim import product_norm_sq
 IDS = random_ids(2, 8, 96)
 
 
-def make(model=None, rank=4, refresh=True, distribution="rademacher", **optim):
-    settings = {"update_ratio": 1e-3} | optim
-    return LoGRA(model or tiny_llama(), SketchConfig(rank=rank, refresh=refresh, distribution=distribution), OptimConfig(**settings))
+def make(model=None, rank=4, refresh=True, distribution="rademacher", switch="one_sided", **optim):
+    config = SketchConfig(**({"rank": rank, "refresh": refresh, "distribution": distribution} | SWITCHES[switch]))
+    return LoGRA(model or tiny_llama(), config, OptimConfig(**({"update_ratio": 1e-3} | optim)))
 
 
 def train(logra, steps, first=0):
     for t in range(first, first + steps):
+        score(logra, random_ids(2, 8, 96, t))
         policy_loss(logra.model, random_ids(2, 8, 96, t), t).backward()
         logra.step()
 
@@ -59,11 +60,15 @@ def test_product_norm_without_the_product():
     assert float(product_norm_sq(U, V)) == pytest.approx(float((U.double() @ V.double()).square().sum()), rel=1e-5)
 
 
-@pytest.mark.parametrize("rule", ["row_adam", "sgd"])
-@pytest.mark.parametrize("distribution", ["rademacher", "gaussian", "orthonormal"])
-def test_update_has_the_ratio_asked_for(rule, distribution):
-    logra = make(rule=rule, distribution=distribution, wire_dtype="float32")
+SKETCHES = [("one_sided", d) for d in ("rademacher", "gaussian", "orthonormal")] + [(s, "rademacher") for s in SWITCHES if s != "one_sided"]
+
+
+@pytest.mark.parametrize("rule", ["row_adam", "sgd", "orthogonal"])
+@pytest.mark.parametrize("switch, distribution", SKETCHES)
+def test_update_has_the_ratio_asked_for(rule, switch, distribution):
+    logra = make(rule=rule, switch=switch, distribution=distribution, wire_dtype="float32")
     before = {n: t.weight.detach().clone() for n, t in logra.targets.items()}
+    score(logra, IDS)
     policy_loss(logra.model, IDS).backward()
     logra.step()
     moved = math.sqrt(sum(float((t.weight.double() - before[n].double()).square().sum()) for n, t in logra.targets.items()))
@@ -90,17 +95,22 @@ def test_step_is_rowadam_of_the_dense_gradient_sketched():
         assert (target.weight.double() - expected).abs().max() <= 1e-7  # fp32 weights of size 0.1 round at 4e-9
 
 
-def test_zero_gradient_gives_a_zero_update():
-    logra = make()
+@pytest.mark.parametrize("rule", ["row_adam", "orthogonal"])
+@pytest.mark.parametrize("switch", SWITCHES)
+def test_zero_gradient_gives_a_zero_update(switch, rule):
+    logra = make(switch=switch, rule=rule)
     before = logra.weights.fingerprint()
     (0.0 * policy_loss(logra.model, IDS)).backward()
     logra.step()
     assert logra.version == 1 and logra.weights.fingerprint() == before
 
 
-def test_one_step_for_all_microbatches():
-    whole, parts = make(tiny_llama()), make(tiny_llama())
+@pytest.mark.parametrize("switch", SWITCHES)
+def test_one_step_for_all_microbatches(switch):
+    whole, parts = (make(tiny_llama(), switch=switch, wire_dtype="float32") for _ in range(2))
     ids = random_ids(4, 8, 96)
+    for logra in (whole, parts):
+        score(logra, ids)
     policy_loss(whole.model, ids).backward()
     advantage = torch.randn(4, 1, generator=torch.Generator().manual_seed(1))
     for row in range(4):
@@ -108,6 +118,10 @@ def test_one_step_for_all_microbatches():
         (-(logp.squeeze(-1) * advantage[row]).mean() / 4).backward()
     for n, t in whole.targets.items():
         assert torch.allclose(t.sketch.grad, parts.targets[n].sketch.grad, rtol=1e-4, atol=1e-7)
+    updates = [logra.propose() for logra in (whole, parts)]
+    for n, U in updates[0].factors.items():
+        steps = [u.factors[n] @ u.basis(n) for u in updates]
+        assert float((steps[0] - steps[1]).norm() / steps[0].norm()) < 1e-3, n
     parts.step()
     assert parts.version == 1 and all(t.sketch.grad is None for t in parts.targets.values())
 
@@ -177,16 +191,17 @@ def test_refresh_changes_the_projection_and_the_rank_of_the_sum(refresh):
     assert int((torch.linalg.svdvals(total) > 1e-4 * total.norm()).sum()) == (8 if refresh else 2)
 
 
+@pytest.mark.parametrize("switch", SWITCHES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_state_restores_bit_for_bit(dtype):
-    unbroken = make(tiny_llama().to(dtype))
+def test_state_restores_bit_for_bit(dtype, switch):
+    unbroken = make(tiny_llama().to(dtype), switch=switch)
     train(unbroken, 3)
     file = io.BytesIO()
     torch.save({"optimizer": unbroken.state_dict(), "model": unbroken.model.state_dict()}, file)
     train(unbroken, 3, 3)
     file.seek(0)
     saved = torch.load(file, weights_only=True)
-    resumed = make(tiny_llama(seed=9).to(dtype))
+    resumed = make(tiny_llama(seed=9).to(dtype), switch=switch)
     resumed.model.load_state_dict(saved["model"])
     resumed.load_state_dict(saved["optimizer"])
     assert resumed.version == 3 and resumed.run_id == unbroken.run_id
@@ -202,6 +217,9 @@ def test_state_of_other_settings_is_refused():
     saved = make(rank=4).state_dict()
     with pytest.raises(ConfigError, match="sketch.*rank"):
         make(rank=8).load_state_dict(saved)
+    for switch in ("two_sided", "activation", "shared", "hadamard"):
+        with pytest.raises(ConfigError, match="sketch: saved"):
+            make(switch=switch).load_state_dict(saved)
     with pytest.raises(ConfigError, match="rule"):
         make(rule="sgd").load_state_dict(saved)
     with pytest.raises(ConfigError, match="other layers"):

@@ -11,7 +11,7 @@ import torch
 
 from logra_core import ConfigError, ProjectionSpec, make_projection
 from logra_core.config import DISTRIBUTIONS
-from logra_core.projection import _log, _normal, canonical_name, projection_digest
+from logra_core.projection import _log, _normal, canonical_name, projection_digest, random_signs, stream_of
 
 NAME = "model.layers.3.self_attn.q_proj"
 
@@ -25,6 +25,7 @@ KNOWN = {
     "rademacher": "7ca44a9dd23c7179265620b737a798571d84e71ae50fdc9a9d84236ae88934ae",
     "gaussian": "82fc92ae39d3601d582746b6f3a2fc1fb8a3c65f4fcde0d23a9069161f809399",
     "orthonormal": "72349e48f699a364f6b4d6f3472d13263a493b02fe7b3973cd701cd2883f0791",
+    "hadamard": "ed01d11964a456e26bc5a0a324a6ce2afb182f1b6c90543353518cac889107ad",
 }
 
 
@@ -100,6 +101,45 @@ def test_orthonormal_rows():
         assert (A @ A.T * rank / width - torch.eye(rank)).abs().max() < 5e-8
 
 
+def test_hadamard_rows_against_the_doubling_construction():
+    """The same choice of rows and columns from H = [[H, H], [H, −H]], made by doubling, with the same signs; orthonormal at powers of two."""
+    for rank, width in ((1, 1), (3, 3), (16, 64), (64, 64), (40, 48)):
+        spec, H = ProjectionSpec(0, 0, rank, "hadamard"), torch.ones(1, 1)
+        while len(H) < width:
+            H = torch.cat([torch.cat([H, H], 1), torch.cat([H, -H], 1)])
+        stream = stream_of(spec, NAME)
+        sign_K = torch.tensor([1.0 - 2.0 * (int(word) & 1) for word in stream.random_raw(width)])
+        rows, columns = (sorted(range(len(H)), key=stream.random_raw(len(H)).tolist().__getitem__) for _ in range(2))
+        A = make_projection(spec, NAME, width)
+        assert torch.equal(A, (H[rows[:rank]][:, columns[:width]] * sign_K).double().div(rank**0.5).float())
+        if len(H) == width:
+            assert torch.allclose(A @ A.T, width / rank * torch.eye(rank), atol=1e-5)
+    A = make_projection(ProjectionSpec(0, 0, 256, "hadamard"), NAME, 576).double() * 256**0.5
+    overlap = (A @ A.T - 576 * torch.eye(256)).square().sum() / (256 * 255) / 576
+    assert 0.4 < float(overlap) < 0.48  # 1 − 576/1024 = 0.44; random signs give 1
+
+
+def test_shared_specs_give_layers_with_one_input_one_matrix():
+    plain, shared = (ProjectionSpec(0, 0, 4, "rademacher", s) for s in (False, True))
+    block = "model.layers.3."
+    q, k, v, o = (make_projection(shared, f"{block}self_attn.{n}_proj", 64) for n in "qkvo")
+    gate, up, down = (make_projection(shared, f"{block}mlp.{n}_proj", 64) for n in ("gate", "up", "down"))
+    assert torch.equal(q, k) and torch.equal(q, v) and torch.equal(gate, up)
+    assert not torch.equal(q, o) and not torch.equal(gate, down) and not torch.equal(q, gate)
+    assert not torch.equal(q, make_projection(shared, "model.layers.4.self_attn.q_proj", 64))
+    assert torch.equal(o, make_projection(plain, f"{block}self_attn.o_proj", 64))
+    assert not torch.equal(q, make_projection(plain, f"{block}self_attn.q_proj", 64))
+    with pytest.raises(ConfigError, match="shared = 1"):
+        ProjectionSpec(0, 0, 4, "rademacher", 1)
+
+
+def test_random_signs_continue_in_the_same_stream():
+    spec = ProjectionSpec(0, 0, 4, "rademacher")
+    whole, stream = random_signs(stream_of(spec, "x"), 20, 70), stream_of(spec, "x")
+    assert torch.equal(torch.cat([random_signs(stream, n, 70) for n in (3, 0, 16, 1)]), whole)
+    assert set(whole.unique().tolist()) == {-1.0, 1.0} and abs(float(whole.mean())) < 5 / (20 * 70) ** 0.5
+
+
 def test_normal_quantiles_against_the_standard_library():
     class Words:
         def random_raw(self, count):
@@ -134,6 +174,7 @@ def test_digest_sees_every_layer_and_bit():
         (lambda: ProjectionSpec(-1, 0, 1, "rademacher"), "seed"),
         (lambda: ProjectionSpec(0, 0, 1, "cauchy"), "cauchy"),
         (lambda: make_projection(ProjectionSpec(0, 0, 8, "orthonormal"), NAME, 7), "rank"),
+        (lambda: make_projection(ProjectionSpec(0, 0, 8, "hadamard"), NAME, 7), "rank"),
         (lambda: make_projection(ProjectionSpec(0, 0, 8, "gaussian"), NAME, 0), "width"),
         (lambda: make_projection(ProjectionSpec(0, 0, 8, "gaussian"), NAME, 9, columns=slice(0, 9, 2)), "columns"),
     ],

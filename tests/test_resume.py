@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from models import SWITCHES
 from test_train import exact, settings
 from tiny import tiny_policy
 
@@ -125,8 +126,24 @@ def whole(policy, tmp_path_factory):
     return result(cfg)
 
 
-def run_settings(policy, folder: Path) -> TrainConfig:
-    return settings(policy, folder / "run", updates=5)
+def run_settings(policy, folder: Path, switch: str = "one_sided") -> TrainConfig:
+    return settings(policy, folder / "run", updates=5, sketch={"rank": 8, "scored_responses": 6} | SWITCHES[switch])
+
+
+@pytest.mark.parametrize("switch", ["two_sided", "shared activation"])
+def test_switches_killed_in_the_backward_pass(policy, tmp_path, switch):
+    """The third update is killed half-way: its factors by value, and the projection found while scoring, are made again to the same bits."""
+    for name in ("whole", "killed"):
+        folder = tmp_path / name
+        folder.mkdir()
+        cfg = run_settings(policy, folder, switch)
+        if name == "killed":
+            run = Run(folder, cfg, "backward", fork=True)
+            run.wait_for((folder / "marker").exists)
+            run.kill()
+            assert checkpoint.latest(folder / "run" / "checkpoint").name == "000002"
+        Run(folder, cfg, fork=True).finish()
+    assert_same(result(cfg), result(run_settings(policy, tmp_path / "whole", switch)))
 
 
 @pytest.mark.parametrize("phase", PHASES)

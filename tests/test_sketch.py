@@ -5,13 +5,16 @@ import gc
 
 import pytest
 import torch
-from models import policy_loss, random_ids, real_llm, tiny_llama
+from models import SWITCHES, policy_loss, random_ids, real_llm, tiny_llama
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from logra_core import ConfigError, LoGRA, MissingSketchError, OptimConfig, SketchConfig, attach, detach, reference, target_table
+from logra_core.activation import observe
 from logra_core.memory import TrackMemory
 from logra_core.sketch import SKETCH
+from logra_core.two_sided import TwoSidedTarget
 
 FP32, BF16 = 1e-5, 1e-2  # largest ‖S − G Aᵀ‖/‖G Aᵀ‖ allowed; measured about 6e-7 and 5e-3
 CELLS = [(d, c) for d in ("fp32", "autocast", "bf16") for c in ("none", "reentrant", "non-reentrant")]
@@ -40,17 +43,24 @@ def dense_gradients(model, ids, dtype):
 
 
 def worst_error(targets, dense):
-    errors = {}
+    errors = []
     for name, target in targets.items():
-        expected = dense[name] @ target.projection().double().T
-        errors[name] = float((target.sketch.grad.double() - expected).norm() / expected.norm())
-    return max(errors.values())
+        pairs = [(target.sketch.grad, dense[name] @ target.projection().double().T)]
+        if isinstance(target, TwoSidedTarget):
+            Y, Z = target.parts(target.sketch.grad)
+            pairs = [(Y, pairs[0][1]), (Z, target.left().double() @ dense[name])]
+        errors += [float((found.double() - expected).norm() / expected.norm()) for found, expected in pairs]
+    return max(errors)
 
 
-def check_cell(model, ids, dtype, checkpointing, rank):
+def check_cell(model, ids, dtype, checkpointing, rank, switch="one_sided"):
     model = prepare(model, dtype, checkpointing)
     dense = dense_gradients(model, ids, dtype)
-    targets = attach(model, SketchConfig(rank=rank))
+    targets = attach(model, SketchConfig(rank=rank, **SWITCHES[switch]))
+    if targets[next(iter(targets))].finder is not None:
+        with observe(targets.values()), context(dtype):
+            model(input_ids=ids, use_cache=False)
+        assert all(t.by_value for t in targets.values())
     with context(dtype):
         loss = policy_loss(model, ids)
     loss.backward()
@@ -68,9 +78,10 @@ def test_all_targets_of_the_real_llm(dtype, checkpointing):
     assert error <= (FP32 if dtype == "fp32" else BF16)
 
 
+@pytest.mark.parametrize("switch", SWITCHES)
 @pytest.mark.parametrize("dtype, checkpointing", CELLS)
-def test_tiny_model(dtype, checkpointing):
-    error, count = check_cell(tiny_llama(), random_ids(3, 10, 96), dtype, checkpointing, 5)
+def test_tiny_model(dtype, checkpointing, switch):
+    error, count = check_cell(tiny_llama(), random_ids(3, 10, 96), dtype, checkpointing, 5, switch)
     assert count == 21 and error <= (FP32 if dtype == "fp32" else 3 * BF16)  # 32-wide layers average bf16 rounding less
 
 
@@ -126,11 +137,12 @@ def test_checkpointed_first_layer_with_a_plain_input():
         logra.detach()
 
 
+@pytest.mark.parametrize("switch", ["one_sided", "two_sided", "shared"])
 @pytest.mark.parametrize("checkpointing", ["none", "reentrant", "non-reentrant"])
-def test_several_forwards_then_one_backward_and_microbatches(checkpointing):
+def test_several_forwards_then_one_backward_and_microbatches(checkpointing, switch):
     model, ids = prepare(tiny_llama(), "fp32", checkpointing), random_ids(4, 10, 96)
     dense = dense_gradients(model, ids, "fp32")
-    targets = attach(model, SketchConfig(rank=5))
+    targets = attach(model, SketchConfig(rank=5, **SWITCHES[switch]))
     losses = [policy_rows(model, ids, row) for row in range(4)]
     torch.stack(losses).mean().backward()
     assert worst_error(targets, dense) <= FP32
@@ -204,9 +216,10 @@ def test_attach_and_detach_leave_state_dict_and_flags():
     assert model.model.layers[0].mlp.up_proj.weight.grad is not None
 
 
-def test_saved_tensors_are_freed_after_backward():
+@pytest.mark.parametrize("switch", ["one_sided", "two_sided", "shared"])
+def test_saved_tensors_are_freed_after_backward(switch):
     model, ids = tiny_llama(), random_ids(2, 8, 96)
-    attach(model, SketchConfig(rank=4))
+    attach(model, SketchConfig(rank=4, **SWITCHES[switch]))
     with TrackMemory() as memory:
         for _ in range(2):
             loss = policy_loss(model, ids)
@@ -218,10 +231,11 @@ def test_saved_tensors_are_freed_after_backward():
     assert memory.live <= projections + 4096  # nothing of the steps is left but the drawn projections
 
 
-def test_no_tensor_of_a_targets_shape_in_backward_and_update():
+@pytest.mark.parametrize("switch", ["one_sided", "two_sided"])
+def test_no_tensor_of_a_targets_shape_in_backward_and_update(switch):
     """Dispatch level, on the real LLM: neither G nor U A exists, in whole, at any moment."""
     model, _ = real_llm()
-    logra = LoGRA(model, SketchConfig(rank=16), OptimConfig(update_ratio=1e-4))
+    logra = LoGRA(model, SketchConfig(rank=16, **SWITCHES[switch]), OptimConfig(update_ratio=1e-4))
     shapes = {tuple(t.weight.shape) for t in logra.targets.values()}
     shapes |= {s[::-1] for s in shapes}
     loss = policy_loss(model, random_ids(1, 20, 49152))
@@ -236,9 +250,10 @@ def test_no_tensor_of_a_targets_shape_in_backward_and_update():
     assert memory.shapes & shapes == {tuple(t.weight.shape) for t in logra.targets.values()}
 
 
-def test_backward_after_a_redraw_is_refused():
+@pytest.mark.parametrize("switch", ["one_sided", "two_sided", "shared"])
+def test_backward_after_a_redraw_is_refused(switch):
     model, ids = tiny_llama(), random_ids(2, 8, 96)
-    logra = LoGRA(model, SketchConfig(rank=4))
+    logra = LoGRA(model, SketchConfig(rank=4, **SWITCHES[switch]))
     late = policy_loss(model, ids)
     policy_loss(model, ids).backward()
     logra.step()
@@ -255,8 +270,9 @@ def test_what_cannot_be_a_target_is_an_error():
     ):
         with pytest.raises(ConfigError, match=words):
             attach(model, SketchConfig(rank=4, targets=targets))
-    with pytest.raises(ConfigError, match="orthonormal rows need rank <= inputs"):
-        attach(model, SketchConfig(rank=40, distribution="orthonormal"))
+    for changes in ({"distribution": "orthonormal"}, {"distribution": "hadamard"}, {"projection": "activation"}):
+        with pytest.raises(ConfigError, match="orthonormal rows need rank <= inputs"):
+            attach(model, SketchConfig(rank=40, **changes))
     assert not hasattr(model, "_logra_targets") and all(p.requires_grad for p in model.parameters())
 
 
@@ -274,3 +290,57 @@ def test_zero_tokens_and_unused_layers():
     assert torch.equal(logra.targets["a"].sketch.grad, torch.zeros(4, 2))
     with pytest.raises(MissingSketchError, match="1 of 2 targets \\(b\\)"):
         logra.propose()
+
+
+class CountProducts(TorchDispatchMode):
+    """How many matrix products had a result of a given number of columns."""
+
+    def __init__(self, columns):
+        super().__init__()
+        self.columns, self.count = columns, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        self.count += func is torch.ops.aten.mm.default and out.shape[1] == self.columns
+        return out
+
+
+@pytest.mark.parametrize("checkpointing", ["none", "reentrant", "non-reentrant"])
+def test_layers_that_read_the_same_input_share_one_projection_and_one_product(checkpointing):
+    counts = {}
+    for switch in ("one_sided", "shared"):
+        model, ids = prepare(tiny_llama(), "fp32", checkpointing), random_ids(2, 9, 96)
+        targets = attach(model, SketchConfig(rank=5, **SWITCHES[switch]))
+        with CountProducts(5) as counter:
+            loss = policy_loss(model, ids)
+            forward = counter.count
+            loss.backward()
+        counts[switch] = forward
+        for block in (f"model.layers.{i}." for i in range(3)):
+            A = {n.rpartition(".")[2]: t.projection() for n, t in targets.items() if n.startswith(block)}
+            for pair in (("q_proj", "k_proj"), ("q_proj", "v_proj"), ("gate_proj", "up_proj")):
+                assert torch.equal(A[pair[0]], A[pair[1]]) is (switch == "shared")
+            assert not torch.equal(A["q_proj"], A["gate_proj"]) and not torch.equal(A["q_proj"], A["o_proj"])
+    per_pass = {"none": 1, "reentrant": 0, "non-reentrant": 1}[checkpointing]  # reentrant checkpointing runs its first pass without gradients
+    assert counts == {"one_sided": 21 * per_pass, "shared": 12 * per_pass}
+
+
+def test_a_shared_product_is_not_used_for_another_input():
+    """The same tensor changed in place, another draw, and different inputs of layers that usually share one."""
+    torch.manual_seed(0)
+    model = nn.ModuleDict({n: nn.Linear(12, 8, bias=False) for n in ("q_proj", "k_proj")})
+    logra = LoGRA(model, SketchConfig(rank=4, share_inputs=True, targets=("q_proj", "k_proj")))
+    x, g = torch.randn(6, 12), torch.randn(6, 8)
+    for change in (lambda: None, lambda: x.mul_(2), lambda: x.copy_(torch.randn(6, 12))):
+        y = model["q_proj"](x)
+        y.backward(g)
+        first, A = x.clone(), logra.targets["q_proj"].projection()
+        change()
+        model["k_proj"](x).backward(g)
+        assert torch.allclose(logra.targets["q_proj"].sketch.grad, g.T @ first @ A.T, atol=1e-5)
+        assert torch.allclose(logra.targets["k_proj"].sketch.grad, g.T @ x @ A.T, atol=1e-5)
+        logra.step()  # and the next draw
+    assert len(logra.targets["q_proj"].products) == 1
+    del x
+    gc.collect()
+    assert len(logra.targets["q_proj"].products) == 0

@@ -5,7 +5,7 @@ import json
 
 import pytest
 import torch
-from models import policy_loss, random_ids, real_llm, tiny_llama
+from models import SWITCHES, policy_loss, random_ids, real_llm, score, tiny_llama
 from safetensors.torch import load, save
 
 from logra_core import LoGRA, OptimConfig, Replica, SketchConfig, SketchUpdate, SyncError, full_state_bytes
@@ -14,12 +14,14 @@ from logra_core.sync import Masters, Weights
 TARGETS = SketchConfig().targets
 
 
-def pair(dtype=torch.float32, distribution="rademacher", rank=4, **optim):
-    trainer = LoGRA(tiny_llama().to(dtype), SketchConfig(rank=rank, distribution=distribution), OptimConfig(**({"update_ratio": 1e-2} | optim)))
+def pair(dtype=torch.float32, switch="one_sided", rank=4, distribution="rademacher", **optim):
+    config = SketchConfig(**({"rank": rank, "distribution": distribution} | SWITCHES[switch]))
+    trainer = LoGRA(tiny_llama().to(dtype), config, OptimConfig(**({"update_ratio": 1e-2} | optim)))
     return trainer, Replica(tiny_llama().to(dtype), TARGETS)
 
 
 def update(trainer, t, alpha=0.7) -> bytes:
+    score(trainer, random_ids(2, 8, 96, t))
     policy_loss(trainer.model, random_ids(2, 8, 96, t), t).backward()
     wire = trainer.apply(trainer.propose(), alpha)
     return wire.to_bytes(trainer.weights.fingerprint())
@@ -29,7 +31,16 @@ def update(trainer, t, alpha=0.7) -> bytes:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("wire", ["bfloat16", "float32"])
 def test_twenty_updates_stay_bit_equal(distribution, dtype, wire):
-    trainer, replica = pair(dtype, distribution, wire_dtype=wire)
+    twenty_updates(*pair(dtype, distribution=distribution, wire_dtype=wire))
+
+
+@pytest.mark.parametrize("dtype, rule, wire", [(torch.float32, "row_adam", "bfloat16"), (torch.bfloat16, "orthogonal", "float32")])
+@pytest.mark.parametrize("switch", [s for s in SWITCHES if s != "one_sided"])
+def test_twenty_updates_of_every_switch_stay_bit_equal(switch, dtype, rule, wire):
+    twenty_updates(*pair(dtype, switch, wire_dtype=wire, rule=rule))
+
+
+def twenty_updates(trainer, replica):
     start = trainer.weights.fingerprint()
     for t in range(20):
         replica.apply(update(trainer, t))
@@ -95,10 +106,48 @@ FAULTS = {
 }  # fmt: skip
 
 
+FIRST, DOWN = "model.layers.1.self_attn.q_proj", "model.layers.1.mlp.down_proj"
+OTHER = "model.layers.2.self_attn.q_proj"
+
+
+def basis(change):
+    """The next message with one V changed."""
+    return lambda d: rewrite(d["next"], None, lambda t: t | {"V." + FIRST: change(t["V." + FIRST])})
+
+
+BY_VALUE = {
+    "NaN in a basis": (basis(lambda V: V * float("nan")), "basis not finite"),
+    "a basis of the wrong width": (basis(lambda V: V[:, :-1]), "basis of the wrong shape"),
+    "a basis of another rank": (basis(lambda V: V[:-1]), "factor of the wrong shape"),
+    "a basis that is no matrix": (basis(torch.flatten), "wrong shape"),
+    "a basis of an unknown layer": (lambda d: rewrite(d["next"], None, lambda t: t | {"V.model.layers.9.x": torch.ones(2, 4)}), "1 unknown"),
+    "a basis missing": (lambda d: rewrite(d["next"], None, lambda t: {n: v for n, v in t.items() if n != "V." + DOWN}), "not the same A"),
+    "a basis like no other": (lambda d: rewrite(d["next"], lambda h: h | {"same_basis": {NAME: "model.layers.9.x"}}), "malformed header"),
+    "no word of shared bases": (lambda d: rewrite(d["next"], lambda h: {k: v for k, v in h.items() if k != "same_basis"}), "malformed header"),
+    "bases of two layers swapped": (
+        lambda d: rewrite(d["next"], None, lambda t: t | {"V." + FIRST: t["V." + OTHER], "V." + OTHER: t["V." + FIRST]}), "drifted",
+    ),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module", params=["two_sided", "shared activation"])
+def by_value(request):
+    return four_messages(request.param)
+
+
+@pytest.mark.parametrize("fault", [f for f in (FAULTS | BY_VALUE) if f != "another A"])
+def test_every_fault_of_a_message_with_factors_by_value_is_refused_whole(fault, by_value):
+    refused_whole(*(FAULTS | BY_VALUE)[fault], by_value)
+
+
 @pytest.fixture(scope="module")
 def messages():
+    return four_messages("one_sided")
+
+
+def four_messages(switch):
     """One trainer's first four messages, and the states around the second."""
-    trainer, _ = pair()
+    trainer, _ = pair(switch=switch)
     sent = [update(trainer, t) for t in range(2)]
     full = full_state_bytes(trainer.weights, trainer.run_id, trainer.version)
     sent += [update(trainer, t) for t in range(2, 4)]
@@ -107,10 +156,13 @@ def messages():
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_every_fault_is_refused_whole_and_a_resync_heals(fault, messages):
+    refused_whole(*FAULTS[fault], messages)
+
+
+def refused_whole(make, words, messages):
     replica = Replica(tiny_llama(), TARGETS)
     replica.apply(messages["first"])
     before = replica.fingerprint(), replica.version, replica.run_id
-    make, words = FAULTS[fault]
     with pytest.raises(SyncError, match=words):
         replica.apply(make(messages))
     assert (replica.fingerprint(), replica.version, replica.run_id) == before

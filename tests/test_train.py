@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from models import SWITCHES
 from tiny import tiny_policy
 
 from logra_core import checkpoint
@@ -98,6 +99,28 @@ def test_the_same_settings_give_the_same_bits_and_another_seed_others(policy, tm
     assert results[0][0] != results[2][0]
 
 
+@pytest.mark.parametrize("switch", [s for s in SWITCHES if s not in ("one_sided", "equal_bytes")])
+@pytest.mark.parametrize("rule", ["row_adam", "orthogonal"])
+def test_every_switch_trains_and_keeps_to_its_budget(policy, tmp_path, switch, rule):
+    sketch = {"scored_responses": 6} | SWITCHES[switch]
+    trainer, end, _, rows = run(settings(policy, tmp_path, updates=2, sketch=sketch, optim={"rule": rule}, eval_problems=2), first_digit)
+    for r in (r for r in rows if r["kind"] == "update"):
+        assert 0 < r["predicted_kl"] <= r["effective_budget"] * 1.000001 and r["exact_kl"] == pytest.approx(r["predicted_kl"], rel=0.3)
+        assert r["payload_bytes"] < r["full_weights_bytes"]
+    assert end["update"] == 2 and trainer.engine.fingerprint() == end["fingerprint"]
+
+
+def test_the_scoring_pass_sees_the_stated_responses(policy, tmp_path):
+    trainer = Trainer(settings(policy, tmp_path, sketch={"projection": "activation", "scored_responses": 7}))
+    rollouts = trainer._generate(trainer.task.train(0, 10, 0), trainer.cfg.sampling, 0)
+    trainer.method.observe(rollouts, trainer.pad_id)
+    lengths = [len(p) + len(r) for p, r in zip(rollouts.prompt_ids, rollouts.response_ids)]
+    prefixes = [shared_prefix(rollouts.prompt_ids[i:j]) for i, j in ((0, 4), (4, 7))]  # microbatches of 4
+    counted = sum(lengths[:7]) - 3 * prefixes[0] - 2 * prefixes[1]
+    assert all(prefixes) and {t.finder.tokens for t in trainer.method.optimizer.targets.values()} == {counted}
+    trainer.close()
+
+
 @pytest.mark.parametrize("method", ["logra", "dense"])
 def test_it_learns(policy, tmp_path, method):
     changes = {"updates": 20, "eval_every": 0, "exact_kl_every": 0, "eval_problems": 64, "eval_samples": 1, "checkpoint_every": 100}
@@ -152,10 +175,12 @@ def test_activation_checkpointing_changes_nothing_but_memory(policy, tmp_path):
     assert kept.run()["update"] == 4
 
 
-@pytest.mark.parametrize("method", ["logra", "dense"])
-@pytest.mark.parametrize("where", ["gradient", "loss"])
-def test_a_bad_number_stops_the_run_with_nothing_changed(policy, tmp_path, method, where):
-    trainer = Trainer(settings(policy, tmp_path, method=method, updates=3, checkpoint_every=100))
+SPOILED = [(m, s, w) for m, s in (("logra", "one_sided"), ("logra", "two_sided"), ("dense", "one_sided")) for w in ("gradient", "loss")]
+
+
+@pytest.mark.parametrize("method, switch, where", [*SPOILED, *(("logra", "shared activation", w) for w in ("gradient", "scoring"))])
+def test_a_bad_number_stops_the_run_with_nothing_changed(policy, tmp_path, method, switch, where):
+    trainer = Trainer(settings(policy, tmp_path, method=method, updates=3, checkpoint_every=100, sketch=SWITCHES[switch]))
     backward, seen = trainer._backward, {}
 
     def spoiled(update, rollouts, advantages):
@@ -164,13 +189,16 @@ def test_a_bad_number_stops_the_run_with_nothing_changed(policy, tmp_path, metho
         seen.update(weights=trainer.method.weights.fingerprint(), baseline=trainer.baseline.value, state=str(trainer.method.state_dict()))
         if where == "loss":
             return backward(update, rollouts, advantages * float("inf"))
+        if where == "scoring":
+            trainer.method.optimizer.targets["model.layers.1.mlp.up_proj"].finder._sum_RK[0, 0] = float("nan")
+            return backward(update, rollouts, advantages)
         stats = backward(update, rollouts, advantages)
         weight = trainer.model.model.layers[1].mlp.up_proj
-        (weight.logra_sketch if method == "logra" else weight.weight).grad[0, 0] = float("nan")
+        (weight.logra_sketch if method == "logra" else weight.weight).grad.view(-1)[0] = float("nan")
         return stats
 
     trainer._backward = spoiled
-    message = "loss of microbatch 0" if where == "loss" else ".*layers.1.mlp.up_proj"
+    message = {"loss": "loss of microbatch 0", "scoring": "inputs of .*layers.1.mlp.gate_proj"}.get(where, ".*layers.1.mlp.up_proj")
     with pytest.raises(NonFiniteError, match="update 2 was not taken: " + message):
         trainer.run()
     assert trainer.method.version == 1 and trainer.engine.version == 1

@@ -1,0 +1,220 @@
+"""The activation-aware projection: its rows against float64, microbatches and padding, what it falls back to, and what is sent."""
+
+import pytest
+import torch
+from models import policy_loss, random_ids, score, tiny_llama
+from torch import nn
+
+from logra_core import ConfigError, LoGRA, NonFiniteError, OptimConfig, ProjectionSpec, Replica, SketchConfig, SketchUpdate, make_projection
+from logra_core.activation import RangeFinder, leading_rows
+from logra_core.projection import random_signs, stream_of
+
+IDS = random_ids(4, 10, 96)
+SPEC = ProjectionSpec(3, 2, 6, "rademacher")
+NAME = "model.layers.1.mlp.up_proj"
+
+
+def make(rank=4, wire_dtype="float32", **sketch):
+    return LoGRA(tiny_llama(), SketchConfig(rank=rank, projection="activation", **sketch), OptimConfig(update_ratio=1e-3, wire_dtype=wire_dtype))
+
+
+def inputs(tokens, width, rank=None, seed=0):
+    g = torch.Generator().manual_seed(seed)
+    if rank is not None:
+        return torch.randn(tokens, rank, generator=g) @ torch.randn(rank, width, generator=g)
+    return torch.randn(tokens, width, generator=g) * torch.logspace(0, -3, width)
+
+
+def finder(complement=0.0, width=20, dtype=torch.float32):
+    return RangeFinder(SPEC, "l.0.x", width, complement, dtype)
+
+
+def same_rows(A, B):
+    """Largest sine of an angle between the row spaces of two matrices with orthonormal rows."""
+    A, B = A.double(), B.double()
+    return float(torch.linalg.matrix_norm(B - (B @ A.T) @ A, 2))
+
+
+def test_rows_against_float64():
+    X = inputs(50, 20)
+    found = finder()
+    found.add(X)
+    Omega = random_signs(stream_of(SPEC, "l.0.x#range"), 50, 6).double()
+    expected = torch.linalg.svd(Omega.T @ X.double(), full_matrices=False).Vh
+    A = found.rows()
+    assert A.shape == (6, 20) and float((A @ A.T - torch.eye(6)).abs().max()) < 1e-6
+    assert same_rows(A, expected) < 1e-4
+    assert set(Omega.unique().tolist()) == {-1.0, 1.0}
+
+
+@pytest.mark.parametrize("complement", [0.0, 0.25, 0.5, 1.0])
+def test_the_strongest_directions_and_a_share_of_random_rows_orthogonal_to_them(complement):
+    X = inputs(50, 20)
+    found = finder(complement)
+    found.add(X)
+    A = found.rows()
+    lead = {0.0: 6, 0.25: 4, 0.5: 3, 1.0: 0}[complement]  # two of six rows are the ceiling of a quarter
+    assert float((A @ A.T - torch.eye(6)).abs().max()) < 1e-6
+    Y = random_signs(stream_of(SPEC, "l.0.x#range"), 50, 6).double().T @ X.double()
+    if lead:
+        assert same_rows(A[:lead], torch.linalg.svd(Y, full_matrices=False).Vh[:lead]) < 1e-4
+    if lead < 6:
+        G = make_projection(ProjectionSpec(3, 2, 6 - lead, "gaussian"), "l.0.x#complement", 20).double()
+        G = G - G @ A[:lead].double().T @ A[:lead].double()
+        assert same_rows(A[lead:], torch.linalg.qr(G.T).Q.T) < 1e-4
+
+
+def test_every_direction_is_reached_in_turn():
+    """With a complement, the rows of successive updates span everything, though every batch has the same six-dimensional inputs."""
+    X, seen = inputs(30, 20, 5), []
+    for complement in (0.0, 0.34):
+        rows = []
+        for draw in range(12):
+            found = RangeFinder(ProjectionSpec(3, draw, 5, "rademacher"), "l.0.x", 20, complement, torch.float32)
+            found.add(X)
+            rows.append(found.rows())
+        seen.append(int(torch.linalg.matrix_rank(torch.cat(rows), rtol=1e-3)))
+    assert seen == [5, 20]
+
+
+def test_microbatches_and_padding_do_not_matter():
+    X, mask = inputs(48, 20).view(4, 12, 20), torch.rand(4, 12, generator=torch.Generator().manual_seed(0)) > 0.3
+    whole = finder()
+    whole.add(X[mask])
+    for split in (1, 2, 3):
+        parts = finder()
+        for x, m in zip(X.split(split), mask.split(split), strict=True):
+            parts.add(x[m])
+        assert parts.tokens == whole.tokens
+        assert torch.allclose(parts._sum_RK, whole._sum_RK, atol=1e-5)
+        assert same_rows(parts.rows(), leading_rows(whole._sum_RK, whole._random_rows, 0.0)) < 1e-4
+
+
+@pytest.mark.parametrize("tokens, rank", [(2, None), (40, 3), (1, None)])
+@pytest.mark.parametrize("complement", [0.0, 0.34])
+def test_inputs_of_low_rank_leave_their_rows_to_random_ones(tokens, rank, complement):
+    X = inputs(tokens, 20, rank)
+    found = finder(complement)
+    found.add(X)
+    A = found.rows()
+    kept = X.double() @ A.double().T @ A.double()
+    assert float((A @ A.T - torch.eye(6)).abs().max()) < 1e-6
+    assert float((kept - X).norm() / X.norm()) < 1e-4  # all of them
+
+
+def test_inputs_that_are_zero_or_not_finite():
+    found = finder()
+    found.add(torch.zeros(5, 20))
+    assert float((found.rows() @ found.rows().T - torch.eye(6)).abs().max()) < 1e-6
+    found = finder()
+    found.add(torch.full((5, 20), float("nan")))
+    with pytest.raises(NonFiniteError, match="l.0.x"):
+        found.rows()
+
+
+def test_nothing_of_the_gradient_is_lost_when_the_inputs_span_less_than_the_rank():
+    torch.manual_seed(0)
+    model, X = nn.Sequential(nn.Linear(30, 8), nn.Tanh(), nn.Linear(8, 9)), inputs(16, 30, 5)
+    (G,) = torch.autograd.grad(model(X).square().sum(), model[0].weight)
+    logra = LoGRA(model, SketchConfig(rank=6, targets=("0", "2"), projection="activation", complement=0.0), OptimConfig(wire_dtype="float32"))
+    with logra.observe():
+        model(X)
+    model(X).square().sum().backward()
+    S, A = logra.targets["0"].factors()
+    assert float((S @ A - G).norm() / G.norm()) < 1e-5
+
+
+def test_before_any_scoring_pass_rows_are_random_and_given_by_the_seed():
+    logra = make()
+    for t in range(3):
+        if t == 1:
+            score(logra, IDS)
+        policy_loss(logra.model, IDS, t).backward()
+        update = logra.propose()
+        assert set(update.bases) == (set(logra.targets) if t == 1 else set())
+        for name, target in logra.targets.items():
+            by_seed = make_projection(ProjectionSpec(0, t, 4, "rademacher"), name, target.width)
+            assert torch.equal(update.basis(name), by_seed) is (t != 1)
+            assert torch.equal(update.basis(name), target.projection())
+        logra.apply(update)  # the next update knows nothing of what was observed before this one
+
+
+def test_the_replica_follows_and_rows_are_rounded_once():
+    for wire, size in (("bfloat16", 2), ("float32", 4)):
+        logra, replica = make(wire_dtype=wire), Replica(tiny_llama(), SketchConfig().targets)
+        score(logra, IDS)
+        policy_loss(logra.model, IDS).backward()
+        proposed = logra.propose()
+        sent = logra.apply(proposed)
+        assert all(torch.equal(sent.basis(n), proposed.basis(n)) for n in sent.factors)  # what the sketch was made with
+        data = sent.to_bytes(logra.weights.fingerprint())
+        payload = sum(size * 4 * sum(t.weight.shape) for t in logra.targets.values())
+        assert sent.payload_bytes() == payload <= len(data)
+        replica.apply(data)
+        assert replica.fingerprint() == logra.weights.fingerprint()
+
+
+def test_layers_that_share_an_input_share_rows_and_send_them_once():
+    logra, replica = make(share_inputs=True), Replica(tiny_llama(), SketchConfig().targets)
+    score(logra, IDS)
+    assert {t.finder.tokens for t in logra.targets.values()} == {40}  # q, k and v read the same input, which counts once
+    policy_loss(logra.model, IDS).backward()
+    sent = logra.apply(logra.propose())
+    block = "model.layers.1."
+    assert sent.bases[block + "self_attn.q_proj"] is sent.bases[block + "self_attn.v_proj"]
+    distinct = {id(V): V for V in sent.bases.values()}
+    assert len(distinct) == 3 * 4  # qkv, o, gate and up, down
+    data = sent.to_bytes(logra.weights.fingerprint())
+    assert sent.payload_bytes() == sum(4 * t.numel() for t in (*sent.factors.values(), *distinct.values())) <= len(data)
+    read = SketchUpdate.from_bytes(data)
+    assert set(read.bases) == set(sent.bases) and all(torch.equal(read.bases[n], V) for n, V in sent.bases.items())
+    replica.apply(data)
+    assert replica.fingerprint() == logra.weights.fingerprint()
+
+
+def test_padding_does_not_count():
+    counted, padded = make(), make()
+    mask = torch.ones(4, 13, dtype=torch.int64)
+    mask[:, :3] = 0
+    ids = torch.cat([torch.zeros(4, 3, dtype=torch.int64), IDS], 1)
+    with counted.observe():
+        counted.model(input_ids=IDS)
+    with padded.observe(mask):
+        padded.model(input_ids=ids, attention_mask=mask, position_ids=(mask.cumsum(1) - 1).clamp(min=0))
+    for name in counted.targets:
+        assert padded.targets[name].finder.tokens == 40
+        assert same_rows(*(m.targets[name].projection() for m in (counted, padded))) < 1e-3
+
+
+def test_a_shared_prefix_counts_once_and_without_the_mask():
+    whole, parts = make(), make()
+    prefix, rest = IDS[:1, :4], IDS[:, 4:]
+    with parts.observe(torch.ones(4, 6), prefix=4):
+        cache = parts.model(input_ids=prefix, use_cache=True).past_key_values
+        cache.batch_repeat_interleave(4)
+        parts.model(input_ids=rest, past_key_values=cache, use_cache=True)
+    with whole.observe():
+        whole.model(input_ids=torch.cat([prefix.expand(4, -1), rest], 1))
+    assert {t.finder.tokens for t in parts.targets.values()} == {28} and {t.finder.tokens for t in whole.targets.values()} == {40}
+
+
+def test_refusals():
+    logra = make()
+    with pytest.raises(ValueError, match=r"mask \(4, 9\) does not fit the input \(4, 10, 32\)"), logra.observe(torch.ones(4, 9)):
+        logra.model(input_ids=IDS)
+    assert not any(t.module._forward_pre_hooks for t in logra.targets.values())
+    policy_loss(logra.model, IDS).backward()
+    with pytest.raises(RuntimeError, match="in use already"), logra.observe():
+        pass
+    with pytest.raises(ConfigError, match="only 'activation'"):
+        LoGRA(tiny_llama(), SketchConfig(rank=4)).observe()
+    logra.step()
+    with logra.observe():
+        assert not torch.is_grad_enabled()
+        logra.model(input_ids=IDS)
+    policy_loss(logra.model, IDS).backward()
+    logra.targets[NAME].finder._rows[0, 0] = float("nan")  # what was used, spoiled: caught before a weight changes
+    before = logra.weights.fingerprint()
+    with pytest.raises(NonFiniteError):
+        logra.step()
+    assert logra.weights.fingerprint() == before and logra.version == 1

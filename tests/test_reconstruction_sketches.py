@@ -1,0 +1,65 @@
+"""The study of sketch kinds: its cosines against float64 and against what training accumulates, and the recording command."""
+
+import pytest
+import torch
+from test_reconstruction import recipe  # noqa: F401  (a fixture: a tiny policy trained for two updates)
+
+from logra_core import ConfigError, LoGRA, OptimConfig, SketchConfig
+from logra_core.configfile import load_config
+from logra_core.ppo import ppo_loss, sequence_logprobs
+from logra_core.reconstruction import load_stage, policy_gradients, sample
+from logra_core.reconstruction_sketches import KINDS, RANKS, factor_cosine, main, measure, observe_inputs, summary
+from logra_core.runlog import read_log
+
+NAME = "model.layers.1.mlp.down_proj"
+
+
+def test_factor_cosine_is_the_plain_one():
+    torch.manual_seed(0)
+    G, S, V = torch.randn(9, 14), torch.randn(9, 3), torch.randn(3, 14)
+    R = (S @ V).double()
+    assert factor_cosine(G, S, V) == pytest.approx(float((G.double() * R).sum() / (G.double().norm() * R.norm())), abs=1e-6)
+
+
+@pytest.mark.parametrize("kind, rank", [("two-sided", 16), ("two-sided, equal bytes", 64), ("activation", 16), ("hadamard", 4)])
+def test_a_cosine_is_that_of_the_factors_that_training_would_use(recipe, kind, rank):  # noqa: F811
+    cfg = load_config(recipe[0])
+    model, tokenizer, update, _ = load_stage(cfg, recipe[1])
+    rollouts, rewards = sample(model, tokenizer, cfg, update)
+    finders = {r: f for (n, r), f in observe_inputs(model, tokenizer, cfg, rollouts, 6).items() if n == NAME}
+    G = policy_gradients(model, tokenizer, cfg, rollouts, rewards - 0.5)[NAME]
+    row = measure(G, NAME, cfg.seed, finders, {})
+    logra = LoGRA(model, SketchConfig(rank=rank, seed=cfg.seed, **KINDS[kind]), OptimConfig(rule="sgd", wire_dtype="float32"))
+    padded = rollouts.padded(tokenizer.pad_token_id)
+    if kind == "activation":
+        finder = logra.targets[NAME].finder  # same inputs; another stream, as names and ranks of specs go into it
+        with logra.observe(padded["attention_mask"]):
+            sequence_logprobs(model, padded)
+        assert finder.tokens >= finders[rank].tokens > 0  # here a common beginning counts once a row
+    logp = sequence_logprobs(model, padded)
+    ppo_loss(logp, padded["rollout_logprobs"], rewards - 0.5, padded["response_mask"], rollouts.tokens)[0].backward()
+    found, values = row["cosines"][kind][RANKS.index(rank)]
+    assert found == pytest.approx(factor_cosine(G, *logra.targets[NAME].factors()), abs=0.1 if kind == "activation" else 1e-3)
+    assert values == logra.targets[NAME].sketch.numel()
+
+
+def test_the_command_records_and_goes_on_where_it_was_stopped(recipe, tmp_path, capsys):  # noqa: F811
+    out = tmp_path / "study.jsonl"
+    arguments = [str(recipe[0]), "--checkpoint", str(recipe[1]), "--out", str(out), "--every", "1"]
+    assert main(arguments) == 0
+    table = capsys.readouterr().out
+    rows = read_log(out)[1]
+    gradients = [r for r in rows if r["kind"] == "gradient"]
+    assert len(gradients) == 21 * 4 and all(set(r["cosines"]) == set(KINDS) for r in gradients)
+    for r in gradients:
+        for kind, values in r["cosines"].items():
+            for value, rank, best in zip(values, RANKS, r["cosines"]["best"], strict=True):
+                assert value is None or abs(value[0]) <= best[0] + 2e-3, (r["layer"], kind, rank)
+    assert summary(gradients) in table and "trained, verified advantages, 21 layers" in table
+    lines = out.read_text().splitlines(keepends=True)
+    done = [i for i, line in enumerate(lines) if '"layer_done"' in line]
+    out.write_text("".join(lines[: done[9] + 3]))  # killed within the eleventh layer
+    assert main(arguments) == 0
+    assert read_log(out)[1] == rows
+    with pytest.raises(ConfigError, match="other settings"):
+        main([*arguments[:-1], "2"])
