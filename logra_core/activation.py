@@ -86,7 +86,7 @@ def observe(targets: Iterable[Target], mask: torch.Tensor | None = None, prefix:
     """Forward passes inside, made without gradients, feed the finders of `targets`; any number of such passes add up to one A.
 
     mask: bool or 0/1 [B, T], True at the tokens that count (padding does not); None: all. prefix: length of a pass [1, prefix] that comes
-    before those of the mask's shape, over tokens that all rows share.
+    before those of the mask's shape, over tokens that all B rows share; weighted by √B, as B copies with signs of their own would add up.
     Raises:
         RuntimeError: A of this update is in use already. ValueError: mask and inputs differ in shape.
     """
@@ -108,7 +108,9 @@ class _Feed:
 
     def __call__(self, module, args: tuple, kwargs: dict) -> None:
         x = (args[0] if args else kwargs["input"]).detach()
-        if self.mask is not None and not (self.prefix and x.shape[:-1] == (1, self.prefix)):
+        if self.mask is not None and self.prefix and x.shape[:-1] == (1, self.prefix):
+            x = x.float() * math.sqrt(len(self.mask))
+        elif self.mask is not None:
             if x.shape[:-1] != self.mask.shape:
                 raise ValueError(f"mask {tuple(self.mask.shape)} does not fit the input {tuple(x.shape)} of {self.finder.name!r}")
             x = x[self.mask.to(x.device)]

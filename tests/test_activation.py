@@ -186,7 +186,7 @@ def test_padding_does_not_count():
         assert same_rows(*(m.targets[name].projection() for m in (counted, padded))) < 1e-3
 
 
-def test_a_shared_prefix_counts_once_and_without_the_mask():
+def test_a_shared_prefix_counts_once_with_the_weight_of_its_rows():
     whole, parts = make(), make()
     prefix, rest = IDS[:1, :4], IDS[:, 4:]
     with parts.observe(torch.ones(4, 6), prefix=4):
@@ -196,6 +196,13 @@ def test_a_shared_prefix_counts_once_and_without_the_mask():
     with whole.observe():
         whole.model(input_ids=torch.cat([prefix.expand(4, -1), rest], 1))
     assert {t.finder.tokens for t in parts.targets.values()} == {28} and {t.finder.tokens for t in whole.targets.values()} == {40}
+    once, four = make(), make()
+    with once.observe():
+        once.model(input_ids=prefix)
+    with four.observe(torch.ones(4, 6), prefix=4):
+        four.model(input_ids=prefix)
+    for name, target in once.targets.items():
+        assert torch.allclose(four.targets[name].finder._sum_RK, 2 * target.finder._sum_RK, atol=1e-5)  # √4 times
 
 
 def test_refusals():

@@ -164,8 +164,11 @@ def test_loss_is_the_formula_and_microbatches_do_not_matter(policy, tmp_path):
     assert all(float(S.norm()) > 0 for S in seen[10].values())
 
 
-def test_activation_checkpointing_changes_nothing_but_memory(policy, tmp_path):
-    plain, kept = Trainer(settings(policy, tmp_path / "a")), Trainer(settings(policy, tmp_path / "b", gradient_checkpointing=True))
+@pytest.mark.parametrize("switch", ["one_sided", "two_sided", "shared"])
+def test_activation_checkpointing_changes_nothing_but_memory(policy, tmp_path, switch):
+    sketch = SWITCHES[switch]
+    plain = Trainer(settings(policy, tmp_path / "a", sketch=sketch))
+    kept = Trainer(settings(policy, tmp_path / "b", sketch=sketch, gradient_checkpointing=True))
     assert kept.model.is_gradient_checkpointing and kept.model.training
     (rollouts, _, first, sketches), (_, _, second, again) = gradient(plain), gradient(kept)
     assert shared_prefix(rollouts.prompt_ids) >= 10  # computed once where there is a cache, row by row where there is none
