@@ -158,8 +158,6 @@ class ShardedLoGRA(LoGRA):
         self, model: nn.Module, ranks: Ranks, sketch: SketchConfig = SketchConfig(), optim: OptimConfig = OptimConfig(),
         scale: Callable[[SketchUpdate], float] | None = None,
     ) -> None:  # fmt: skip
-        if sketch.projection == "activation" and ranks.world > 1:
-            raise ConfigError("SketchConfig.projection = 'activation' over several ranks: each would find another A from its own share of the batch")
         self.ranks = ranks
         self._sums: dict[str, torch.Tensor] = {}  # this rank's rows [d, R] of the sketches, summed over ranks
         super().__init__(model, sketch, optim, scale)
