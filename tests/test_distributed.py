@@ -37,6 +37,15 @@ ROUNDING = 1e-5  # relative, of an exact KL (a difference of nearly equal log-pr
 ODD = {"hidden_size": 6, "intermediate_size": 13, "num_attention_heads": 3, "num_key_value_heads": 1}  # k and v: 2 rows
 
 
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    """The single process adds up as each rank does: the number of threads decides the last bits."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 def distance(a: dict, b: dict) -> float:
     """Largest relative difference of two dicts of tensors."""
     assert a.keys() == b.keys()
