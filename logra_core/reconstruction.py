@@ -203,18 +203,30 @@ def open_record(out: Path, settings: dict, seed: int) -> tuple[RunLog, set[str]]
     return RunLog(out, {"seed": seed, "settings": settings}), done
 
 
-def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m logra_core.reconstruction", description="Record the reconstruction study.")
+def study_parser(program: str, description: str, out: str) -> argparse.ArgumentParser:
+    """What the command line of every recorded study takes."""
+    parser = argparse.ArgumentParser(prog=f"python -m {program}", description=description)
     parser.add_argument("recipe", help="training recipe: policy, task, sampling, batch size")
     parser.add_argument("--checkpoint", required=True, type=Path, help="checkpoint folder of a run of that recipe: the later stage")
-    parser.add_argument("--out", type=Path, default=Path("data/runs/reconstruction_cosine.jsonl"))
-    parser.add_argument("--batches", type=int, default=3, help="gradients a stage, each with its own prompts, responses and draw")
+    parser.add_argument("--out", type=Path, default=Path(out))
     parser.add_argument("--every", type=int, default=2, help="measure one decoder layer in so many")
     parser.add_argument("overrides", nargs="*", help="dotted.key=value, as for the training command")
+    return parser
+
+
+def read_arguments(parser: argparse.ArgumentParser, arguments: list[str] | None) -> tuple[argparse.Namespace, TrainConfig]:
+    """The arguments and the recipe they name; the recipe's number of threads is set."""
     args = parser.parse_args(arguments)
     cfg = load_config(args.recipe, args.overrides)
     if cfg.threads:
         torch.set_num_threads(cfg.threads)
+    return args, cfg
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = study_parser("logra_core.reconstruction", "Record the reconstruction study.", "data/runs/reconstruction_cosine.jsonl")
+    parser.add_argument("--batches", type=int, default=3, help="gradients a stage, each with its own prompts, responses and draw")
+    args, cfg = read_arguments(parser, arguments)
     settings = {"train": to_dict(cfg), "batches": args.batches, "every": args.every, "ranks": RANKS, "top": TOP, "kinds": KINDS}
     log, done = open_record(args.out, settings, cfg.seed)
     found = gradients(cfg, {"untrained": None, "trained": args.checkpoint}, args.batches, None if done else log)

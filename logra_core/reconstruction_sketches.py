@@ -11,7 +11,6 @@ It goes on where it was stopped (layer by layer) and writes `data/runs/reconstru
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 from pathlib import Path
 
@@ -20,10 +19,11 @@ from tqdm.auto import tqdm
 
 from .activation import RangeFinder, leading_rows, observe
 from .config import SketchConfig, TrainConfig, to_dict
-from .configfile import load_config
 from .ppo import sequence_logprobs
 from .projection import ProjectionSpec, make_projection
-from .reconstruction import cosines, effective_rank, layer_place, load_stage, open_record, policy_gradients, sample, short, spectrum
+from .reconstruction import (
+    cosines, effective_rank, layer_place, load_stage, open_record, policy_gradients, read_arguments, sample, short, spectrum, study_parser,
+)  # fmt: skip
 from .rollout import Rollouts, shared_prefix
 from .runlog import read_log
 from .sketch import Target, select_targets
@@ -131,16 +131,8 @@ def summary(rows: list[dict], kinds: dict = KINDS) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m logra_core.reconstruction_sketches", description="Record the study of sketch kinds.")
-    parser.add_argument("recipe", help="training recipe: policy, task, sampling, batch size")
-    parser.add_argument("--checkpoint", required=True, type=Path, help="checkpoint folder of a run of that recipe: the later stage")
-    parser.add_argument("--out", type=Path, default=Path("data/runs/reconstruction_sketches.jsonl"))
-    parser.add_argument("--every", type=int, default=2, help="measure one decoder layer in so many")
-    parser.add_argument("overrides", nargs="*", help="dotted.key=value, as for the training command")
-    args = parser.parse_args(arguments)
-    cfg = load_config(args.recipe, args.overrides)
-    if cfg.threads:
-        torch.set_num_threads(cfg.threads)
+    parser = study_parser("logra_core.reconstruction_sketches", "Record the study of sketch kinds.", "data/runs/reconstruction_sketches.jsonl")
+    args, cfg = read_arguments(parser, arguments)
     log, done = open_record(args.out, {"train": to_dict(cfg), "every": args.every, "ranks": RANKS, "kinds": KINDS}, cfg.seed)
     found, finders = {}, {}
     for stage, folder in {"untrained": None, "trained": args.checkpoint}.items():
