@@ -1,6 +1,6 @@
 """Rollouts from a vLLM server in another process or on another machine, over its own HTTP routes.
 
-Belongs here: `ServerRollout`, and `serve`, the command that starts such a server with the `logra` backend. The engine in this process is
+Belongs here: `ServerRollout`, and `serve_command`, which starts such a server with the `logra` backend. The engine in this process is
 in rollout_vllm.py; how weights get in is vllm_sender.py.
 """
 
@@ -14,22 +14,19 @@ from typing import Any
 
 from .policy import embedded_policy
 from .rollout import RolloutError
-from .rollout_vllm import Answer, _Served, import_vllm, tokenizer_and_ends
+from .rollout_vllm import SERVING, Answer, _Served, import_vllm, tokenizer_and_ends
 
 
 def serve_command(path: str | Path, port: int, host: str = "127.0.0.1", **options: Any) -> list[str]:
     """The command line of a vLLM server that `ServerRollout` can use; run it with VLLM_SERVER_DEV_MODE=1 in its environment.
 
-    options: further settings of the server by their long names with underscores (True: a switch), such as tensor_parallel_size.
+    options: further settings of the server by their long names with underscores (True: a switch), such as max_model_len.
     """
-    settings = {
-        "model": path, "served_model_name": "policy", "host": host, "port": port, "dtype": "bfloat16", "generation_config": "vllm",
-        "logprobs_mode": "processed_logprobs", "weight_transfer_config": json.dumps({"backend": "logra"}),
-        "worker_extension_cls": "logra_core.vllm_backend.WorkerExtension", "enable_scale_out": True,  # the route that takes and returns tokens
-    } | options  # fmt: skip
+    settings = SERVING | {"model": path, "served_model_name": "policy", "host": host, "port": port}
+    settings |= {"enable_scale_out": True} | options  # the route that takes and returns tokens
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
     for name, value in settings.items():
-        command += [f"--{name.replace('_', '-')}"] + ([] if value is True else [str(value)])
+        command += [f"--{name.replace('_', '-')}"] + ([] if value is True else [json.dumps(value) if isinstance(value, dict) else str(value)])
     return command
 
 

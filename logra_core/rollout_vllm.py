@@ -19,8 +19,14 @@ from .config import SamplingConfig
 from .policy import embedded_policy
 from .rollout import RolloutError, Rollouts, Staged, check_request, end_ids
 from .sync import SketchUpdate, SyncError
+from .vllm_plugin import BACKEND, register
 
 MAX_SEED = 2**63 - 1
+# What every engine needs, in this process or as a server, by vLLM's own names.
+SERVING = {
+    "dtype": "bfloat16", "generation_config": "vllm", "logprobs_mode": "processed_logprobs", "weight_transfer_config": {"backend": BACKEND},
+    "worker_extension_cls": "logra_core.vllm_backend.WorkerExtension",
+}  # fmt: skip
 
 
 class _Served:
@@ -125,17 +131,16 @@ class VLLMRollout(_Served):
         max_num_seqs: int = 64, log: str | Path | None = None, **options: Any,
     ) -> None:  # fmt: skip
         vllm, sender = import_vllm()
-        sender.register()  # for a source tree that was never installed; the worker processes need the entry point
+        register()  # for a source tree that was never installed; the worker processes need the entry point
         settings = {
-            "dtype": "bfloat16", "logprobs_mode": "processed_logprobs", "generation_config": "vllm", "max_model_len": max_model_len,
+            "max_model_len": max_model_len,
             "kv_cache_memory_bytes": int(kv_cache_gib * 2**30), "max_num_seqs": max_num_seqs, "seed": 0, "disable_log_stats": True,
-            "weight_transfer_config": {"backend": "logra"}, "worker_extension_cls": "logra_core.vllm_backend.WorkerExtension",
             "enforce_eager": not torch.cuda.is_available(),
         }  # fmt: skip
         path = embedded_policy() if path is None else path
         try:
             with _printing_to(log):  # the engine's processes keep what is open here
-                self.llm = vllm.LLM(model=str(path), **(settings | options))
+                self.llm = vllm.LLM(model=str(path), **(SERVING | settings | options))
         except Exception as error:
             raise RolloutError(f"vLLM did not start: {error}{'' if log is None else f' (its own words: {log})'}") from error
         self.tokenizer, self.eos_ids = tokenizer_and_ends(path, self.llm.model_config.hf_config, tokenizer)

@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from .sync import SyncError, message_header
 from .vllm_backend import KNOWN  # noqa: F401  (its version guard comes first)
-from .vllm_plugin import register  # noqa: F401
 
 from vllm.distributed.weight_transfer.base import TrainerInitInfo, TrainerWeightTransferEngine  # noqa: E402
 from vllm.distributed.weight_transfer.clients import HTTPVLLMWeightSyncClient  # noqa: E402
