@@ -109,7 +109,7 @@ notebooks: $(VENV)/.installed-compare vllm
 	@LOGRA_FIGURES=$(LOCAL)/notebooks/figures $(PY) -m logra_core.nbrun --all -o $(LOCAL)/notebooks $(if $(PARAMS),-f $(PARAMS)) $(ARGS)
 
 study: $(VENV)/.installed-compare
-	@$(PY) -m logra_core.study data/recipes/study.yaml --jobs $(JOBS) $(ARGS)
+	@$(PY) -m logra_core.study data/study.yaml --jobs $(JOBS) $(ARGS)
 
 test: $(VENV)/.installed-test vllm browser
 	@export LOGRA_FIGURES=$(LOCAL)/test-figures; units=passed; books=passed; \

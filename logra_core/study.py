@@ -1,10 +1,10 @@
 """The study: many recorded training runs out of one file, each launched once, resumed if it was cut, skipped when it is recorded.
 
-`python -m logra_core.study data/recipes/study.yaml [--only WORDS] [--jobs N] [--list]`, or `make study`. Belongs here: which runs there are,
+`python -m logra_core.study data/study.yaml [--only WORDS] [--jobs N] [--list]`, or `make study`. Belongs here: which runs there are,
 in which order, and what of them is left. A run itself is `python -m logra_core.train`, in a process of its own; its record is the log that
 it writes, `OUT/TASK/ARM/seedN/log.jsonl`.
 
-The file: `out` (folder of the records), `base` (recipe beside it that every run starts from), `tasks` and `arms` (name -> {dotted.key: value}),
+The file: `out` (folder of the records), `base` (recipe that every run starts from, by its path from there), `tasks` and `arms` (name -> {dotted.key: value}),
 `groups` (a list of {tasks, arms, seeds}: each group is run seed by seed, so that one cut short still has every arm).
 """
 
@@ -171,7 +171,7 @@ def chosen(runs: list[StudyRun], words: list[str]) -> Iterator[StudyRun]:
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m logra_core.study", description=__doc__.splitlines()[0])
-    parser.add_argument("file", help="the study, e.g. data/recipes/study.yaml")
+    parser.add_argument("file", help="the study, e.g. data/study.yaml")
     parser.add_argument("--only", nargs="*", default=[], metavar="WORD", help="runs whose TASK/ARM/seedN holds every word")
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time; each uses the recipe's threads")
     parser.add_argument("--list", action="store_true", help="say which runs there are, start none")

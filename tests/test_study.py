@@ -52,7 +52,7 @@ def test_a_bad_file_starts_nothing(tmp_path, changes, words):
 
 
 def test_the_committed_study_is_valid():
-    runs = read_study(ROOT / "data" / "recipes" / "study.yaml")
+    runs = read_study(ROOT / "data" / "study.yaml")
     assert len(runs) == len({r.out for r in runs}) and all(not Path(r.out).is_absolute() for r in runs)
 
 
