@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, get_args, get_origin, get_type_hints
 
 DISTRIBUTIONS = ("rademacher", "gaussian", "orthonormal")
+STORAGES = ("fp32", "bits", "regenerate")
 RULES = ("row_adam", "sgd")
 ESTIMATORS = ("jvp", "finite_difference")
 SCHEDULES = ("none", "constant", "cosine")
@@ -71,6 +72,8 @@ class SketchConfig(_Checked):
 
     rank: rows r of A. distribution: of A's entries. refresh: redraw A after every update, else keep the first draw.
     seed: run seed of A. targets: last name parts (`q_proj`) or dotted suffixes (`mlp.down_proj`) of the linear layers to train.
+    projection_storage: how A is kept between its uses: fp32 (and in the compute dtype), bits (Rademacher's signs, one bit an entry) or
+    regenerate (not at all). The entries are the same; the last two pay with time at each use.
     """
 
     rank: int = 256
@@ -78,8 +81,11 @@ class SketchConfig(_Checked):
     refresh: bool = True
     seed: int = 0
     targets: tuple[str, ...] = QWEN_LLAMA_TARGETS
+    projection_storage: str = "fp32"
 
     def _check(self) -> None:
+        self._choice("projection_storage", STORAGES)
+        self._need("projection_storage", self.projection_storage != "bits" or self.distribution == "rademacher", "bits with rademacher only")
         self._need("rank", self.rank >= 1, ">= 1")
         self._choice("distribution", DISTRIBUTIONS)
         self._need("seed", 0 <= self.seed < 2**63, "0 <= seed < 2**63")
@@ -179,7 +185,10 @@ class TaskConfig(_Checked):
 
 @dataclass(frozen=True)
 class PPOConfig(_Checked):
-    """The RL algorithm of the main comparison (METHOD section 6)."""
+    """The RL algorithm of the main comparison (METHOD section 6).
+
+    logit_chunk: tokens whose logits exist at once in forward and backward, recomputed in backward; 0: all of a microbatch.
+    """
 
     prompts_per_update: int = 128
     microbatch: int = 8
@@ -187,6 +196,7 @@ class PPOConfig(_Checked):
     baseline_weight: float = 0.1
     clip: float = 0.2
     tis_cap: float = 2.0
+    logit_chunk: int = 0
 
     def _check(self) -> None:
         self._need("prompts_per_update", self.prompts_per_update >= 1, ">= 1")
@@ -194,6 +204,7 @@ class PPOConfig(_Checked):
         self._need("baseline_weight", 0 < self.baseline_weight <= 1, "0 < value <= 1")
         self._need("clip", 0 < self.clip < 1, "0 < clip < 1")
         self._need("tis_cap", self.tis_cap >= 1, ">= 1")
+        self._need("logit_chunk", self.logit_chunk >= 0, ">= 0")
 
 
 @dataclass(frozen=True)

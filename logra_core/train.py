@@ -225,7 +225,7 @@ class Trainer:
             shared = 0 if self.cfg.gradient_checkpointing else shared_prefix(part.prompt_ids)
             padded = part.padded(self.pad_id, skip=shared)
             mask, rollout_logp = padded["response_mask"], padded["rollout_logprobs"]
-            logp = sequence_logprobs(self.model, padded, self.cfg.sampling.temperature, part.prompt_ids[0][:shared])
+            logp = sequence_logprobs(self.model, padded, self.cfg.sampling.temperature, part.prompt_ids[0][:shared], cfg.logit_chunk)
             moved = (x.to(logp.device) for x in (rollout_logp, advantages[rows], mask))
             loss, stats = ppo_loss(logp, *moved, rollouts.tokens, cfg.clip, cfg.tis_cap)
             if not math.isfinite(loss.item()):
