@@ -14,7 +14,7 @@ from torch import nn
 
 from .config import ConfigError, OptimConfig, SketchConfig, to_dict
 from .projection import ProjectionSpec
-from .sketch import attach, detach
+from .sketch import AtHand, attach, detach
 from .sync import SketchUpdate, Weights
 
 TINY = torch.finfo(torch.float32).tiny
@@ -92,6 +92,7 @@ class LoGRA(torch.optim.Optimizer):
 
     def _identity(self, run_id: str, version: int) -> dict:
         settings = {k: list(v) if isinstance(v, tuple) else v for k, v in to_dict(self.config).items()}
+        del settings["projection_storage"]  # changes no number
         return {"run_id": run_id, "version": version, "rule": self.optim_config.rule, "sketch": settings, "names": list(self.targets)}
 
     @property
@@ -141,7 +142,7 @@ class LoGRA(torch.optim.Optimizer):
         first = next(iter(self.targets.values()))
         update = SketchUpdate(
             self.run_id, self.version + 1, first.spec, factors, {n: t.width for n, t in self.targets.items()},
-            drawn={n: t.projection() for n, t in self.targets.items()},
+            drawn=AtHand(self.targets),
         )  # fmt: skip
         self._pending = (update, moments, group["lr"] * weights)
         return update

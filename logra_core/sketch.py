@@ -9,14 +9,14 @@ The parameter's value is a zero without storage, and it stays out of `state_dict
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
 
 import torch
 from torch import nn
 
 from .config import ConfigError, SketchConfig
-from .projection import ProjectionSpec, canonical_name, make_projection
+from .projection import PackedProjection, ProjectionSpec, canonical_name, make_projection
 
 SKETCH = "logra_sketch"
 
@@ -24,8 +24,9 @@ SKETCH = "logra_sketch"
 class Target:
     """One selected layer: y = x Wᵀ with W [D, K], its current projection A [R, K] and its sketch S [D, R]."""
 
-    def __init__(self, name: str, module: nn.Linear, spec: ProjectionSpec) -> None:
-        self.name, self.module, self.spec = name, module, spec
+    def __init__(self, name: str, module: nn.Linear, spec: ProjectionSpec, storage: str = "fp32") -> None:
+        self.name, self.module, self.spec, self.storage = name, module, spec, storage
+        self._packed: PackedProjection | None = None
         self._drawn: dict[tuple, torch.Tensor] = {}
         self._handles: list = []
 
@@ -43,18 +44,29 @@ class Target:
         return getattr(self.module, SKETCH)
 
     def projection(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """A [R, K] of the current draw on the weight's device; drawn on first use."""
+        """A [R, K] of the current draw on the weight's device; drawn on first use, or made anew at each as `storage` says."""
         device = self.weight.device
+        if self.storage == "bits":
+            return self.packed().unpack(dtype)
+        if self.storage == "regenerate":
+            return make_projection(self.spec, self.name, self.width, dtype=dtype, device=device)
         key = (dtype, device)
         if key not in self._drawn:
             self._drawn[key] = make_projection(self.spec, self.name, self.width, dtype=dtype, device=device)
         return self._drawn[key]
+
+    def packed(self) -> PackedProjection:
+        """The bits of A of the current draw on the weight's device; drawn on first use."""
+        if self._packed is None or self._packed.bits.device != self.weight.device:
+            self._packed = PackedProjection(self.spec, self.name, self.width, self.weight.device)
+        return self._packed
 
     def redraw(self, spec: ProjectionSpec) -> None:
         """Use another draw from now on. Forwards made before it can no longer be differentiated (backward raises)."""
         if spec != self.spec:
             self.spec = spec
             self._drawn.clear()
+            self._packed = None
 
     @torch.compiler.disable  # a graph break at each target: right under torch.compile, at the cost of some fusion
     def _on_forward(self, module: nn.Module, args: tuple, kwargs: dict, output: torch.Tensor) -> torch.Tensor | None:
@@ -152,7 +164,7 @@ def attach(model: nn.Module, config: SketchConfig) -> dict[str, Target]:
         if isinstance(module, torch._dynamo.OptimizedModule) or getattr(module, "_compiled_call_impl", None) is not None:
             raise RuntimeError(f"{name or 'the model'!r} is compiled: a compiled graph ignores later hooks; attach first, then compile")
     spec = ProjectionSpec(config.seed, 0, config.rank, config.distribution)
-    targets = {n: Target(n, m, spec) for n, m in select_targets(model, config.targets).items()}
+    targets = {n: Target(n, m, spec, config.projection_storage) for n, m in select_targets(model, config.targets).items()}
     if config.distribution == "orthonormal" and (small := [n for n, t in targets.items() if t.width < config.rank]):
         raise ConfigError(f"SketchConfig.rank = {config.rank}: orthonormal rows need rank <= inputs, but {small[0]!r} has {targets[small[0]].width}")
     model._logra_requires_grad = {n: p.requires_grad for n, p in model.named_parameters()}
@@ -178,6 +190,27 @@ def detach(model: nn.Module) -> None:
     for attribute in ("_logra_targets", "_logra_embedding_hook", "_logra_requires_grad"):
         if hasattr(model, attribute):
             delattr(model, attribute)
+
+
+class AtHand(Mapping):
+    """name -> A [R, K] fp32 of the targets' current draw as they keep it: stored, or unpacked at each look-up; regenerated ones are left out.
+
+    Holds what was drawn, so that it stays the same after the targets are redrawn.
+    """
+
+    def __init__(self, targets: dict[str, Target]) -> None:
+        kept = {"fp32": Target.projection, "bits": Target.packed}
+        self._kept = {n: kept[t.storage](t) for n, t in targets.items() if t.storage in kept}
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        A_RK = self._kept[name]
+        return A_RK.unpack() if isinstance(A_RK, PackedProjection) else A_RK
+
+    def __iter__(self):
+        return iter(self._kept)
+
+    def __len__(self) -> int:
+        return len(self._kept)
 
 
 def target_table(targets: dict[str, Target]) -> str:
