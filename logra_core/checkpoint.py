@@ -21,7 +21,8 @@ from .sync import Weights
 
 FORMAT = 1
 TEMPORARY = ".tmp-"
-FREE = ("updates", "out", "eval_every", "checkpoint_every", "exact_kl_every", "sketch.projection_storage")  # settings that may change between a kill and a resume
+# Settings that may change between a kill and a resume.
+FREE = ("updates", "out", "eval_every", "checkpoint_every", "exact_kl_every", "sketch.projection_storage")
 
 
 class CheckpointError(RuntimeError):

@@ -106,11 +106,14 @@ def _key(spec: ProjectionSpec, name: str) -> np.ndarray:
 class PackedProjection:
     """A Rademacher A[r, k] as its random bits: r·k/8 bytes (rows filled up to words of 64), unpacked when used to the bits of `make_projection`."""
 
-    def __init__(self, spec: ProjectionSpec, name: str, width: int, device: torch.device | str = "cpu") -> None:
+    def __init__(
+        self, spec: ProjectionSpec, name: str, width: int, device: torch.device | str = "cpu", bits: torch.Tensor | None = None
+    ) -> None:
+        """bits: uint8 [r, 8·ceil(k/64)], given in place of the draw."""
         if spec.distribution != "rademacher":
             raise ConfigError(f"distribution = {spec.distribution!r}: only rademacher can be kept as bits")
         self.width, self.scale = width, 1.0 / math.sqrt(spec.rank)
-        self.bits = torch.from_numpy(_sign_bytes(stream_of(spec, name), spec.rank, width)).to(device)
+        self.bits = torch.from_numpy(_sign_bytes(stream_of(spec, name), spec.rank, width)).to(device) if bits is None else bits
 
     @property
     def nbytes(self) -> int:
