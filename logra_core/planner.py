@@ -26,7 +26,7 @@ from .sync import SketchUpdate
 
 H100 = 79.6 * 2**30  # bytes of an H100 80GB that a program can have
 PHASES = ("sync", "forward", "backward", "probe", "update", "checkpoint")
-CATEGORIES = ("weights", "masters", "optimizer", "projections", "gradients", "update", "gathered", "activations", "logits")
+CATEGORIES = ("weights", "masters", "optimizer", "projections", "gradients", "update", "gathered", "activations", "logits", "probe")
 SAME_INPUT = {"k_proj": "q_proj", "v_proj": "q_proj", "up_proj": "gate_proj"}  # layers that read what another one reads
 
 
@@ -37,8 +37,8 @@ class Layout(_Checked):
     compute_copy: weights a second time in bf16, sharded like the fp32 masters. FSDP2 casts its fp32 shard as it gathers and needs none.
     frozen_masters: fp32 also of the weights that LoGRA and LoRA never train (embeddings, norms, head); else those are kept in bf16 alone.
     sketch_rows: S by rows while it accumulates, else whole on every GPU. projection: as `SketchConfig.projection_storage`.
-    shared_inputs: q, k, v and gate, up keep one A. logit_chunk: as `PPOConfig.logit_chunk`. probe_chunk: contexts of the probe whose
-    logits exist at once, 0: those of a row. dense_all: dense training trains all weights, not the targets alone.
+    shared_inputs: q, k, v and gate, up keep one A. logit_chunk: as `PPOConfig.logit_chunk`. dense_all: dense training trains all weights,
+    not the targets alone.
     """
 
     compute_copy: bool = True
@@ -47,26 +47,28 @@ class Layout(_Checked):
     projection: str = "fp32"
     shared_inputs: bool = False
     logit_chunk: int = 0
-    probe_chunk: int = 0
     dense_all: bool = True
 
     def _check(self) -> None:
         self._choice("projection", STORAGES)
         self._need("logit_chunk", self.logit_chunk >= 0, ">= 0")
-        self._need("probe_chunk", self.probe_chunk >= 0, ">= 0")
 
 
 PAPER = Layout()
-BEST = Layout(False, False, True, "bits", True, 256, 512, False)
+BEST = Layout(False, False, True, "bits", True, 256, False)
 
 
 @dataclass(frozen=True)
 class Switch:
-    """One difference between `PAPER` and `BEST`. setting: the name of the setting in this package that turns it on, "" while it is planned."""
+    """One step towards `BEST`: title, change of the layout, and the setting of this package that turns it on ("" while it is planned).
+
+    before: what it replaces, where `PAPER` has it already.
+    """
 
     title: str
     change: dict
     setting: str = ""
+    before: dict = field(default_factory=dict)
 
     @property
     def exists(self) -> bool:
@@ -84,7 +86,7 @@ SWITCHES = (
     Switch("A as bits", {"projection": "bits"}, "sketch.projection_storage"),
     Switch("one A for q, k, v and for gate, up", {"shared_inputs": True}, "sketch.share_inputs"),
     Switch("logits in chunks of 256 tokens", {"logit_chunk": 256}, "ppo.logit_chunk"),
-    Switch("probe in chunks of 512 contexts", {"probe_chunk": 512}),
+    Switch("S by rows while it accumulates", {"sketch_rows": True}, before={"sketch_rows": False}),
 )
 
 
@@ -174,16 +176,17 @@ def plan(
         "sync": state | {"gathered": whole_layer, "update": 2 * rank * shape.d if method == "logra" else 0},
     }
     if method == "logra":
-        probe = _probe(name, rank, tokens, probe_rows, dtype, estimator, layout.projection, layout.probe_chunk)
-        phases["probe"] = passing | grads | {"update": 4 * rank * shape.d, "logits": probe}
+        probe = _probe(name, rank, tokens, probe_rows, dtype, estimator, layout.projection)
+        phases["probe"] = passing | grads | {"update": 4 * rank * shape.d, "probe": probe}
     ordered = {p: {c: phases[p].get(c, 0) for c in CATEGORIES} for p in PHASES if p in phases}
     average, peak = _rule(shape, method, rank, gpus, layout, tokens)
     return Plan(name, method, gpus, layout, ordered, average, peak)
 
 
-def saving(change: dict, name: str, base: Layout = PAPER, **settings) -> tuple[int, int]:
-    """Bytes that a change of the layout saves by itself: of the average, and of the peak of the passes (forward and backward)."""
-    made = [plan(name, layout=layout, **settings) for layout in (base, replace(base, **change))]
+def saving(switch: Switch, name: str, **settings) -> tuple[int, int]:
+    """Bytes that a switch saves by itself, from `PAPER`: of the average, and of the peak of the passes (forward and backward)."""
+    base = replace(PAPER, **switch.before)
+    made = [plan(name, layout=layout, **settings) for layout in (base, replace(base, **switch.change))]
     passes = [max(p.total("forward"), p.total("backward")) for p in made]
     return made[0].average - made[1].average, passes[0] - passes[1]
 
@@ -253,8 +256,7 @@ def _rule(shape: _Shape, method: str, rank: int, gpus: int, layout: Layout, toke
     average = state | {"gradients": gradients, "logits": (6 if method == "dense" else 8) * together}
     peak = sum(average.values())
     if method == "logra":
-        contexts = min(layout.probe_chunk or 2 * tokens, 2 * tokens)
-        probe = 4 * contexts * shape.vocabulary + 4 * rank * shape.d + 2 * shape.root
+        probe = 8 * tokens * shape.vocabulary + 4 * rank * shape.d + 2 * shape.root
         peak = max(peak, sum(state.values()) + gradients + probe)
     return average, peak
 
@@ -270,8 +272,8 @@ def _passes(name, method, rank, tokens, rows, dtype, checkpointing, storage, chu
 
 
 @functools.cache
-def _probe(name, rank, tokens, rows, dtype, estimator, storage, chunk) -> int:
-    """Peak of the KL probe's forward passes on fake tensors, as kl.py makes them; with a chunk, its logits cut down to that many contexts."""
+def _probe(name, rank, tokens, rows, dtype, estimator, storage) -> int:
+    """Peak of the KL probe's forward passes on fake tensors, as kl.py makes them."""
     if estimator not in ("jvp", "finite_difference"):
         raise ConfigError(f"estimator = {estimator!r}: allowed is one of jvp, finite_difference")
     vocabulary = model_config(name).vocab_size
@@ -285,19 +287,18 @@ def _probe(name, rank, tokens, rows, dtype, estimator, storage, chunk) -> int:
         with TrackMemory() as tracked, torch.no_grad():
             if estimator == "jvp":
                 with fw.dual_level(), sdpa_kernel(SDPBackend.MATH), _branch(net, update, None):
-                    _reduced(*fw.unpack_dual(_contexts(net, ids, chunk)), logit_variance)
+                    _reduced(*fw.unpack_dual(_contexts(net, ids)), logit_variance)
             else:
-                z = _contexts(net, ids, chunk)
+                z = _contexts(net, ids)
                 with _branch(net, update, 1.0):
-                    other = _contexts(net, ids, chunk)
+                    other = _contexts(net, ids)
                 _reduced(z, other, kl_divergence)
     return tracked.peak
 
 
-def _contexts(net, ids: torch.Tensor, chunk: int) -> torch.Tensor:
+def _contexts(net, ids: torch.Tensor) -> torch.Tensor:
     """kl.py picks the contexts' logits by a mask, which copies them; a fake mask has no known sum."""
-    keep = min(chunk, ids.shape[1] - 1) + 1 if chunk else 0
-    return net(input_ids=ids, use_cache=False, logits_to_keep=keep).logits[:, :-1].flatten(0, 1).clone()
+    return net(input_ids=ids, use_cache=False).logits[:, :-1].flatten(0, 1).clone()
 
 
 def _reduced(z_CV: torch.Tensor, other_CV: torch.Tensor, function) -> None:

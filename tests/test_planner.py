@@ -41,21 +41,20 @@ def on_one(method: str, rank: int, tokens: int, **settings):
     ],
 )
 def test_peak_within_five_percent_of_the_measured_one(llm, method, rank, checkpointing, layout):
-    """SmolLM2-135M on a CPU. Measured: PASSES in the passes, UPDATE in the optimizer's step."""
+    """SmolLM2-135M on a CPU. Measured: equal in the passes, to 0.3 % in the optimizer's step."""
     tokens = 96
     how = {"storage": layout.projection, "chunk": layout.logit_chunk}
     real = measure_step(llm, method, rank, random_ids(1, tokens, 49152), checkpointing, **how)
     made = on_one(method, rank, tokens, checkpointing=checkpointing, layout=layout)
     passes = max(made.total("forward"), made.total("backward"))
-    print("ERR", method, rank, passes / real.peak - 1, made.total("update") / (real.state + real.scratch) - 1)
-    assert passes == pytest.approx(real.peak, rel=0.01)
-    assert made.total("update") == pytest.approx(real.state + real.scratch, rel=0.05)
+    assert passes == pytest.approx(real.peak, rel=1e-3)
+    assert made.total("update") == pytest.approx(real.state + real.scratch, rel=0.02)
     measured = max(real.peak, real.state + real.scratch)
     assert max(made.total(p) for p in ("forward", "backward", "update")) == pytest.approx(measured, rel=0.05)
 
 
 def test_phases_of_a_real_step_on_a_cpu(llm):
-    """Forward, backward, update and probe of one step, as the meter sees them, within PROBE."""
+    """Forward, backward, update and probe of one step, as the meter sees them. Measured: within 0.2 %."""
     rank, tokens, ids = 64, 96, random_ids(2, 96, 49152)
     logra = LoGRA(llm, SketchConfig(rank=rank))
     projections = storage_bytes(t.projection() for t in logra.targets.values())
@@ -77,8 +76,7 @@ def test_phases_of_a_real_step_on_a_cpu(llm):
     logra.detach()
     made = on_one("logra", rank, tokens, rows=2, checkpointing=False)
     for phase in meter.peaks:
-        print("ERR", phase, made.total(phase) / meter.peaks[phase] - 1)
-        assert made.total(phase) == pytest.approx(meter.peaks[phase], rel=0.1), phase
+        assert made.total(phase) == pytest.approx(meter.peaks[phase], rel=0.02), phase
     assert meter.peaks["probe"] > meter.peaks["update"]
 
 
@@ -110,11 +108,10 @@ def test_each_switch_saves_what_its_formula_says():
     all_, layers = parameters(name), linear_shapes(name)
     trained, k = sum(d * k for d, k in layers.values()), sum(k for _, k in layers.values())
     shared = sum(k for n, (_, k) in layers.items() if not n.endswith(("k_proj", "v_proj", "up_proj")))
-    saved = {s.title: saving(s.change, name, method="logra")[0] for s in SWITCHES}
-    expected = [2 * all_ // 4, 4 * (all_ - trained) // 4, 4 * 256 * k - 32 * k, 4 * 256 * (k - shared), 8 * (4096 - 256) * 152064, 0]
+    saved = {s.title: saving(s, name, method="logra")[0] for s in SWITCHES}
+    expected = [2 * all_ // 4, 4 * (all_ - trained) // 4, 4 * 256 * k - 32 * k, 4 * 256 * (k - shared), 8 * (4096 - 256) * 152064]
+    expected.append(3 * 256 * sum(d for d, _ in layers.values()))
     assert list(saved.values()) == pytest.approx(expected, rel=1e-6, abs=64)
-    whole = plan(name, "logra", layout=Layout(sketch_rows=False))
-    assert whole.average - plan(name, "logra").average == pytest.approx(3 * 256 * sum(d for d, _ in layers.values()), abs=64)
 
 
 def test_more_gpus_or_less_work_never_need_more():
