@@ -152,6 +152,17 @@ def test_activation_checkpointing_changes_nothing_but_memory(policy, tmp_path):
     assert kept.run()["update"] == 4
 
 
+def test_the_memory_switches_change_nothing_but_memory(policy, tmp_path):
+    """A as bits: the same bits. Logits in chunks, with and without a shared prefix: one update is the same up to rounding."""
+    plain = run(settings(policy, tmp_path / "plain", updates=1))[3][1]
+    bits = run(settings(policy, tmp_path / "bits", updates=1, sketch={"projection_storage": "bits"}))[3][1]
+    assert exact(bits) == exact(plain) | {k: bits[k] for k in ("run_id",) if k in bits}
+    for checkpointing in (False, True):
+        chunked = run(settings(policy, tmp_path / f"c{checkpointing}", updates=1, ppo={"logit_chunk": 5}, gradient_checkpointing=checkpointing))[3][1]
+        for key in ("loss", "logprob", "grad_norm", "q", "exact_kl"):
+            assert chunked[key] == pytest.approx(plain[key], rel=1e-4, abs=1e-7), key
+
+
 @pytest.mark.parametrize("method", ["logra", "dense"])
 @pytest.mark.parametrize("where", ["gradient", "loss"])
 def test_a_bad_number_stops_the_run_with_nothing_changed(policy, tmp_path, method, where):
