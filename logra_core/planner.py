@@ -16,7 +16,7 @@ import torch
 import torch.autograd.forward_ad as fw
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from .config import STORAGES, ConfigError, SketchConfig, TrainConfig, _Checked
+from .config import STORAGES, ConfigError, PPOConfig, SketchConfig, TrainConfig, _Checked
 from .kl import CHUNK, LOGITS, _branch, kl_divergence, logit_variance
 from .memory import METHODS, StepMemory, TrackMemory, fake_model, simulate_step
 from .projection import ProjectionSpec, input_name
@@ -57,6 +57,13 @@ PAPER = Layout()
 BEST = Layout(False, False, True, "bits", True, 256, False)
 
 
+def layout_of(cfg: TrainConfig) -> Layout:
+    """What this package keeps in a run of `cfg`: fp32 shards of all weights, S whole until the update. ConfigError for a two-sided sketch."""
+    if cfg.sketch.kind != "one_sided":
+        raise ConfigError(f"SketchConfig.kind = {cfg.sketch.kind!r}: the planner counts one_sided only")
+    return Layout(False, True, False, cfg.sketch.projection_storage, cfg.sketch.share_inputs, cfg.ppo.logit_chunk, False)
+
+
 @dataclass(frozen=True)
 class Switch:
     """One step towards `BEST`: title, change of the layout, and the setting of this package that turns it on ("" while it is planned).
@@ -73,10 +80,7 @@ class Switch:
     def exists(self) -> bool:
         """Whether this package has the setting."""
         holder, _, name = self.setting.rpartition(".")
-        settings = {"sketch": SketchConfig, "train": TrainConfig}
-        if holder == "ppo":
-            return name in {f.name for f in fields(TrainConfig().ppo)}
-        return bool(holder) and name in {f.name for f in fields(settings[holder])}
+        return bool(holder) and name in {f.name for f in fields({"sketch": SketchConfig, "train": TrainConfig, "ppo": PPOConfig}[holder])}
 
 
 SWITCHES = (
@@ -235,7 +239,8 @@ def _state(shape: _Shape, method: str, rank: int, gpus: int, layout: Layout, dty
     masters = 0 if full else 4 * masters
     state = {"weights": weights // gpus, "masters": masters // gpus}
     if method == "dense":
-        return state | {"optimizer": 8 * trained // gpus + 4 * shape.layers}, dtype.itemsize * trained // gpus
+        size = dtype.itemsize if layout.compute_copy else 4  # gradients come in the dtype of the shard
+        return state | {"optimizer": 8 * trained // gpus + 4 * shape.layers}, size * trained // gpus
     if method == "lora":
         return state | {"projections": 4 * factors // gpus, "optimizer": (8 * factors + 8 * shape.layers) // gpus}, 4 * factors // gpus
     state |= {"projections": _projection(shape, rank, layout, 4 if full else 6), "optimizer": 4 * shape.d // gpus}

@@ -8,8 +8,9 @@ import torch.nn.functional as F
 from models import probe_batch, random_ids, real_llm
 
 from logra_core import ConfigError, KLConfig, LoGRA, SketchConfig, predict_q
+from logra_core.config import PPOConfig, TrainConfig
 from logra_core.memory import measure_step, storage_bytes
-from logra_core.planner import BEST, CATEGORIES, H100, PAPER, PHASES, SWITCHES, Layout, PhaseMeter, plan, saving
+from logra_core.planner import BEST, CATEGORIES, H100, PAPER, PHASES, SWITCHES, Layout, PhaseMeter, layout_of, plan, saving
 from logra_core.shapes import linear_shapes, parameters
 
 NAME, GiB = "SmolLM2-135M", 2**30
@@ -112,6 +113,23 @@ def test_each_switch_saves_what_its_formula_says():
     expected = [2 * all_ // 4, 4 * (all_ - trained) // 4, 4 * 256 * k - 32 * k, 4 * 256 * (k - shared), 8 * (4096 - 256) * 152064]
     expected.append(3 * 256 * sum(d for d, _ in layers.values()))
     assert list(saved.values()) == pytest.approx(expected, rel=1e-6, abs=64)
+
+
+def test_the_layout_of_a_run_is_what_its_optimizer_keeps(llm):
+    """Shared projections as bits, and fp32 ones: to the byte."""
+    for sketch in (SketchConfig(rank=64, share_inputs=True, projection_storage="bits"), SketchConfig(rank=64, share_inputs=True)):
+        cfg = TrainConfig(sketch=sketch, ppo=PPOConfig(logit_chunk=16))
+        logra = LoGRA(llm, sketch)
+        for target in logra.targets.values():
+            target.projection()
+        held = sum({id(x): x.nbytes for t in logra.targets.values() for x in t._drawn.values()}.values())
+        moments, sketches = (4 * sum(f(t) for t in logra.targets.values()) for f in (lambda t: t.module.out_features, lambda t: t.sketch.numel()))
+        logra.detach()
+        made = on_one("logra", 64, 16, layout=layout_of(cfg)).phases["update"]
+        assert (made["projections"], made["optimizer"], made["gradients"]) == (held, moments, sketches)
+    assert layout_of(cfg).logit_chunk == 16 and layout_of(cfg).frozen_masters and not layout_of(cfg).sketch_rows
+    with pytest.raises(ConfigError, match="one_sided only"):
+        layout_of(TrainConfig(sketch=SketchConfig(kind="two_sided")))
 
 
 def test_more_gpus_or_less_work_never_need_more():
