@@ -29,7 +29,7 @@ FORMAT = 1
 TEMPORARY = ".tmp-"
 SHARDED = "sharded tensor: "
 # settings that may change between a kill and a resume
-FREE = ("updates", "out", "eval_every", "checkpoint_every", "exact_kl_every", "peer_timeout")
+FREE = ("updates", "out", "eval_every", "checkpoint_every", "exact_kl_every", "peer_timeout", "sketch.projection_storage")
 
 
 class CheckpointError(RuntimeError):
