@@ -80,7 +80,8 @@ class SketchConfig(_Checked):
     seed: run seed of A. targets: last name parts (`q_proj`) or dotted suffixes (`mlp.down_proj`) of the linear layers to train.
     kind: two_sided accumulates G Ωᵀ and Ψ G instead of G Aᵀ (two_sided.py), Ω with r/2 rows and Ψ with r; equal_bytes: sized
     instead to what the one-sided sketch of rank r accumulates. projection: activation takes A from the layers' inputs as seen in a
-    scoring pass (activation.py) of `scored_responses` responses of the batch (0: all); complement: share of random rows in that A.
+    scoring pass (activation.py) of `scored_responses` responses of the batch (0: all); complement: share of random rows in that A;
+    drop_leading: so many of the strongest directions are kept out of it (only they: rank of that number, complement 0).
     share_inputs: layers that read the same input (q, k, v; gate, up) share one A and one product x Aᵀ.
     """
 
@@ -93,6 +94,7 @@ class SketchConfig(_Checked):
     equal_bytes: bool = False
     projection: str = "random"
     complement: float = 0.125
+    drop_leading: int = 0
     scored_responses: int = 16
     share_inputs: bool = False
 
@@ -102,6 +104,8 @@ class SketchConfig(_Checked):
         self._choice("kind", KINDS)
         self._choice("projection", PROJECTIONS)
         self._need("complement", 0 <= self.complement <= 1, "0 <= complement <= 1")
+        self._need("drop_leading", self.drop_leading >= 0, ">= 0")
+        self._need("drop_leading", self.projection == "activation" or not self.drop_leading, "0 where projection is not activation")
         self._need("scored_responses", self.scored_responses >= 0, ">= 0")
         two_sided = self.kind == "two_sided"
         self._need("equal_bytes", two_sided or not self.equal_bytes, "false unless kind is two_sided")

@@ -213,9 +213,9 @@ def attach(model: nn.Module, config: SketchConfig, wire_dtype: torch.dtype = tor
         targets = {n: TwoSidedTarget(n, m, spec, config) for n, m in layers.items()}
     else:
         if config.distribution in NEEDS_WIDTH or config.projection == "activation":
-            if small := [n for n, m in layers.items() if m.in_features < config.rank]:
-                width = layers[small[0]].in_features
-                raise ConfigError(f"SketchConfig.rank = {config.rank}: orthonormal rows need rank <= inputs, but {small[0]!r} has {width}")
+            if small := [n for n, m in layers.items() if m.in_features < config.rank + config.drop_leading]:
+                width, more = layers[small[0]].in_features, f" (and drop_leading {config.drop_leading} more)" if config.drop_leading else ""
+                raise ConfigError(f"SketchConfig.rank = {config.rank}{more}: orthonormal rows need rank <= inputs, but {small[0]!r} has {width}")
         targets = {n: Target(n, m, spec) for n, m in layers.items()}
     for members in _readers(targets, config.share_inputs):
         if config.share_inputs:
@@ -223,7 +223,7 @@ def attach(model: nn.Module, config: SketchConfig, wire_dtype: torch.dtype = tor
         if config.projection == "activation":
             from .activation import RangeFinder
 
-            members[0].finder = RangeFinder(spec, members[0].name, members[0].width, config.complement, wire_dtype)
+            members[0].finder = RangeFinder(spec, members[0].name, members[0].width, config.complement, wire_dtype, config.drop_leading)
         for target in members:
             target.products, target.finder = members[0].products, members[0].finder
     model._logra_requires_grad = {n: p.requires_grad for n, p in model.named_parameters()}

@@ -17,6 +17,7 @@ SWITCHES = {
     "two_sided": {"kind": "two_sided"},
     "equal_bytes": {"kind": "two_sided", "equal_bytes": True},
     "activation": {"projection": "activation"},
+    "outliers dropped": {"projection": "activation", "drop_leading": 2},
     "shared": {"share_inputs": True},
     "shared activation": {"projection": "activation", "share_inputs": True},
     "hadamard": {"distribution": "hadamard"},
