@@ -106,7 +106,8 @@ def test_what_is_dropped_and_only_that_share_the_gradient():
     (G,) = torch.autograd.grad(layer(X).square().sum(), layer[0].weight)
     share = {}
     for rank, drop in ((2, 0), (28, 2)):
-        logra = LoGRA(layer, SketchConfig(rank=rank, targets=("0",), projection="activation", complement=0.0, drop_leading=drop), OptimConfig(wire_dtype="float32"))
+        sketch = SketchConfig(rank=rank, targets=("0",), projection="activation", complement=0.0, drop_leading=drop)
+        logra = LoGRA(layer, sketch, OptimConfig(wire_dtype="float32"))
         with logra.observe():
             layer(X)
         layer(X).square().sum().backward()

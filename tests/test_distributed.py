@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 import torch
 from launch import Launch, free_port
-from models import policy_loss, probe_batch, random_ids, real_llm, tiny_llama
+from models import SWITCHES, policy_loss, probe_batch, random_ids, real_llm, score, tiny_llama
 from test_train import exact, first_digit, settings
 from tiny import tiny_policy
 
@@ -75,7 +75,8 @@ def microbatch(model, i: int) -> torch.Tensor:
 
 
 def settings_of(kind: str = "tiny"):
-    return SketchConfig(rank=8), OptimConfig(rule="sgd" if kind == "sgd" else "row_adam", update_ratio=1e-2, wire_dtype="float32")
+    sketch = SketchConfig(rank=8, **(SWITCHES["outliers dropped"] if kind == "dropped" else {}))
+    return sketch, OptimConfig(rule="sgd" if kind == "sgd" else "row_adam", update_ratio=1e-2, wire_dtype="float32")
 
 
 def single_steps(kind: str, checkpointing: bool, microbatches: int, updates: int) -> list[dict]:
@@ -84,6 +85,7 @@ def single_steps(kind: str, checkpointing: bool, microbatches: int, updates: int
     logra = LoGRA(model, *settings_of(kind))
     probe = probe_batch(random_ids(3, 12, model.config.vocab_size, 9), 5)
     for _ in range(updates):
+        score(logra, random_ids(2, 20, model.config.vocab_size))
         for i in range(microbatches):
             microbatch(model, i).backward()
         row = {"S": {n: t.sketch.grad.clone() for n, t in logra.targets.items()}, "norm": logra.grad_norm()}
@@ -106,6 +108,7 @@ def sharded_steps(folder, kind: str, checkpointing: bool, microbatches: int, upd
     ids = random_ids(3, 12, model.config.vocab_size, 9)[ranks.rank :: ranks.world]
     probe = SharedProbe(probe_batch(ids, 5) if len(ids) else None, ranks)
     for _ in range(updates):
+        score(logra, random_ids(2, 20, model.config.vocab_size))  # every rank all of it, so that all find the same projection
         own = range(ranks.rank, microbatches, ranks.world)
         for i in own:
             microbatch(model, i).backward()
@@ -127,12 +130,12 @@ def sharded_steps(folder, kind: str, checkpointing: bool, microbatches: int, upd
     return seen
 
 
-def compare(whole: list[dict], parts: list[list[dict]]) -> None:
+def compare(whole: list[dict], parts: list[list[dict]], tolerance: float = TOLERANCE) -> None:
     for number, row in enumerate(whole):
         for rank, mine in ((r, seen[number]) for r, seen in enumerate(parts)):
             if rank == 0:
-                assert {k: distance(row[k], mine[k]) for k in "SUvW"} == pytest.approx(dict.fromkeys("SUvW", 0), abs=TOLERANCE)
-            assert mine["norm"] == pytest.approx(row["norm"], rel=TOLERANCE) and mine["q"] == pytest.approx(row["q"], rel=TOLERANCE)
+                assert {k: distance(row[k], mine[k]) for k in "SUvW"} == pytest.approx(dict.fromkeys("SUvW", 0), abs=tolerance)
+            assert mine["norm"] == pytest.approx(row["norm"], rel=tolerance) and mine["q"] == pytest.approx(row["q"], rel=tolerance)
             assert mine["kl"] == pytest.approx(row["kl"], rel=ROUNDING) and mine["kl"] > 0
             assert mine["own"] == mine["fingerprint"] == parts[0][number]["fingerprint"] and mine["q"] == parts[0][number]["q"]
             for n, counts in mine["rows"].items():
@@ -155,13 +158,14 @@ def whole_steps():
 
 @pytest.mark.parametrize(
     ("kind", "checkpointing", "world"),
-    [("tiny", False, 2), ("tiny", True, 3), ("tiny", True, 4), ("odd", True, 2), ("odd", False, 3), ("odd", True, 4), ("sgd", True, 3)],
+    [("tiny", False, 2), ("tiny", True, 3), ("tiny", True, 4), ("odd", True, 2), ("odd", False, 3), ("odd", True, 4), ("sgd", True, 3), ("dropped", True, 2)],
 )
 def test_ranks_compute_what_one_process_does(whole_steps, tmp_path, kind, checkpointing, world):
     # 5 microbatches of unequal length, 3 probe rows: some rank is idle in one round, and at 4 ranks one has no context at all.
     case = (kind, checkpointing, 5, 2)
     parts = Launch(world, sharded_steps, tmp_path, *case).results()
-    compare(whole_steps(*case), parts)
+    # weights that differ in the last bits give the weakest directions of the inputs that differ by more
+    compare(whole_steps(*case), parts, 50 * TOLERANCE if kind == "dropped" else TOLERANCE)
     empty = [n for n, counts in parts[-1][0]["rows"].items() if counts == {0}]
     assert bool(empty) == (kind == "odd" and world > 2)
 
