@@ -79,7 +79,8 @@ def factor_cosine(G_DK: torch.Tensor, S_DR: torch.Tensor, V_RK: torch.Tensor) ->
 def measure(G_DK: torch.Tensor, name: str, seed: int, finders: dict[int, RangeFinder], drawn: dict) -> dict:
     """One row: norm, effective rank, and per kind a list over RANKS of [cosine, fp32 values accumulated]; None where a kind has no such rank.
 
-    In `outliers`, per arm of OUTLIERS, one such pair. finders: rank -> of this layer's input at this stage. drawn: keeps projections for the next gradients of the same layer.
+    In `outliers`, such a pair per arm of OUTLIERS. finders: rank -> of this layer's input at this stage. drawn: keeps projections for the
+    next gradients of the same layer.
     """
     rows, width = G_DK.shape
     share, made = spectrum(G_DK), {kind: [] for kind in KINDS}
