@@ -15,7 +15,7 @@ DISTRIBUTIONS = ("rademacher", "gaussian", "orthonormal", "hadamard")
 KINDS = ("one_sided", "two_sided")
 PROJECTIONS = ("random", "activation")
 RULES = ("row_adam", "sgd", "orthogonal")
-ESTIMATORS = ("jvp", "finite_difference")
+ESTIMATORS = ("jvp", "finite_difference", "score_sketch")
 SCHEDULES = ("none", "constant", "cosine")
 METHODS = ("logra", "dense")
 ENGINES = ("transformers", "vllm")
@@ -142,7 +142,8 @@ class KLConfig(_Checked):
     """Predicted-KL step control (METHOD section 4).
 
     budget: KL per update in nats (update 1); budget_end: at update `horizon` (cosine). probe_step: step of the finite
-    difference, in units of the proposed update. probe_responses: contexts come from that many responses of the batch.
+    difference, in units of the proposed update. score_samples: tokens drawn at each context by the score sketch (kl_score.py), a backward
+    pass each; q is then known to about √(2 / (probe_responses · score_samples)). probe_responses: contexts come from that many responses of the batch.
     temperature: of the sampling distribution. mismatch: subtract the rollout mismatch (EMA weight 0.3, floor half the budget).
     """
 
@@ -153,6 +154,7 @@ class KLConfig(_Checked):
     alpha_max: float = 3.0
     estimator: str = "jvp"
     probe_step: float = 1.0
+    score_samples: int = 8
     probe_responses: int = 2
     temperature: float = 1.0
     mismatch: bool = True
@@ -165,6 +167,7 @@ class KLConfig(_Checked):
         for name in ("budget", "budget_end", "alpha_max", "probe_step", "temperature"):
             self._need(name, getattr(self, name) > 0, "> 0")
         self._need("horizon", self.horizon >= 1, ">= 1")
+        self._need("score_samples", self.score_samples >= 1, ">= 1")
         self._need("probe_responses", self.probe_responses >= 1, ">= 1")
         for name in ("mismatch_weight", "mismatch_floor"):
             self._need(name, 0 <= getattr(self, name) <= 1, "0 <= value <= 1")

@@ -9,8 +9,8 @@ The parameter's value is a zero without storage, and it stays out of `state_dict
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
-from contextlib import nullcontext
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 
 import torch
 from torch import nn
@@ -33,6 +33,7 @@ class Target:
         self.name, self.module, self.spec = name, module, spec
         self.finder = None
         self.products: WeakTensorKeyDictionary | None = None
+        self.paused = False
         self._drawn: dict[tuple, torch.Tensor] = {}
         self._handles: list = []
 
@@ -91,7 +92,7 @@ class Target:
 
     @torch.compiler.disable  # a graph break at each target: right under torch.compile, at the cost of some fusion
     def _on_forward(self, module: nn.Module, args: tuple, kwargs: dict, output: torch.Tensor) -> torch.Tensor | None:
-        if not torch.is_grad_enabled():  # scoring, generation, probes: nothing to accumulate, nothing to pay
+        if self.paused or not torch.is_grad_enabled():  # scoring, generation, probes: nothing to accumulate, nothing to pay
             return None
         return self._tap(output, args[0] if args else kwargs["input"])
 
@@ -249,6 +250,19 @@ def detach(model: nn.Module) -> None:
     for attribute in ("_logra_targets", "_logra_embedding_hook", "_logra_requires_grad"):
         if hasattr(model, attribute):
             delattr(model, attribute)
+
+
+@contextmanager
+def paused(model: nn.Module) -> Iterator[None]:
+    """Forward passes inside are not sketched, though they have gradients."""
+    targets = [t for m in model.modules() for t in getattr(m, "_logra_targets", {}).values()]
+    try:
+        for target in targets:
+            target.paused = True
+        yield
+    finally:
+        for target in targets:
+            target.paused = False
 
 
 def target_table(targets: dict[str, Target]) -> str:
