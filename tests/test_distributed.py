@@ -23,7 +23,7 @@ from models import SWITCHES, policy_loss, probe_batch, random_ids, real_llm, sco
 from test_train import exact, first_digit, settings
 from tiny import tiny_policy
 
-from logra_core import ConfigError, LoGRA, OptimConfig, SketchConfig, checkpoint, kl, optim
+from logra_core import ConfigError, KLConfig, LoGRA, OptimConfig, SketchConfig, checkpoint, kl, optim
 from logra_core.distributed import ShardedLoGRA, SharedProbe, decoder_blocks, shard
 from logra_core.ranks import Ranks, outside_launch, rows_of, spare_devices
 from logra_core.runlog import read_log
@@ -91,6 +91,7 @@ def single_steps(kind: str, checkpointing: bool, microbatches: int, updates: int
         row = {"S": {n: t.sketch.grad.clone() for n, t in logra.targets.items()}, "norm": logra.grad_norm()}
         update = logra.propose()
         row |= {"U": update.factors, "q": kl.q_jvp(model, update, probe), "kl": kl.exact_kl(model, update, probe, 0.5)}
+        row["score"] = 0.0 if kind.startswith("llm") else kl.predict_q(model, update, probe, KLConfig(estimator="score_sketch", score_samples=2))
         logra.apply(update, 0.7)
         row["v"] = {n: logra.state[t.sketch]["v"] for n, t in logra.targets.items()}
         row["W"] = {n: logra.weights.master(n).clone() for n in logra.targets}
@@ -118,6 +119,7 @@ def sharded_steps(folder, kind: str, checkpointing: bool, microbatches: int, upd
         row["S"] = {n: ranks.gather_rows(S, lengths[n]) for n, S in logra._sums.items()}
         update = logra.propose()
         row |= {"U": update.factors, "q": kl.q_jvp(model, update, probe), "kl": kl.exact_kl(model, update, probe, 0.5)}
+        row["score"] = 0.0 if kind.startswith("llm") else kl.predict_q(model, update, probe, KLConfig(estimator="score_sketch", score_samples=2))
         logra.apply(update, 0.7)
         states = {n: logra.state[t.sketch] for n, t in logra.targets.items()}
         row["v"] = {n: ranks.gather_rows(s["v"], lengths[n]) for n, s in states.items()}
@@ -137,6 +139,7 @@ def compare(whole: list[dict], parts: list[list[dict]], tolerance: float = TOLER
                 assert {k: distance(row[k], mine[k]) for k in "SUvW"} == pytest.approx(dict.fromkeys("SUvW", 0), abs=tolerance)
             assert mine["norm"] == pytest.approx(row["norm"], rel=tolerance) and mine["q"] == pytest.approx(row["q"], rel=tolerance)
             assert mine["kl"] == pytest.approx(row["kl"], rel=ROUNDING) and mine["kl"] > 0
+            assert mine["score"] == pytest.approx(row["score"], rel=max(tolerance, ROUNDING))
             assert mine["own"] == mine["fingerprint"] == parts[0][number]["fingerprint"] and mine["q"] == parts[0][number]["q"]
             for n, counts in mine["rows"].items():
                 rows = rows_of(len(row["v"][n]), len(parts), rank)
