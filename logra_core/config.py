@@ -76,7 +76,8 @@ class _Checked:
 class SketchConfig(_Checked):
     """What is sketched and with which projection (METHOD sections 1 and 2; the switches of section 8 are off by default).
 
-    rank: rows r of A. distribution: of A's entries. refresh: redraw A after every update, else keep the first draw.
+    rank: rows r of A. ranks: other values for some layers, by parts of their names (allocation.py). distribution: of A's entries.
+    refresh: redraw A after every update, else keep the first draw.
     seed: run seed of A. targets: last name parts (`q_proj`) or dotted suffixes (`mlp.down_proj`) of the linear layers to train.
     kind: two_sided accumulates G Ωᵀ and Ψ G instead of G Aᵀ (two_sided.py), Ω with r/2 rows and Ψ with r; equal_bytes: sized
     instead to what the one-sided sketch of rank r accumulates. projection: activation takes A from the layers' inputs as seen in a
@@ -86,6 +87,7 @@ class SketchConfig(_Checked):
     """
 
     rank: int = 256
+    ranks: dict[str, int] = field(default_factory=dict)
     distribution: str = "rademacher"
     refresh: bool = True
     seed: int = 0
@@ -100,6 +102,8 @@ class SketchConfig(_Checked):
 
     def _check(self) -> None:
         self._need("rank", self.rank >= 1, ">= 1")
+        valid = all(isinstance(p, str) and p.strip(".") and _matches(r, int) and r >= 1 for p, r in self.ranks.items())
+        self._need("ranks", valid, "a rank >= 1 for each part of a name")
         self._choice("distribution", DISTRIBUTIONS)
         self._choice("kind", KINDS)
         self._choice("projection", PROJECTIONS)
@@ -143,8 +147,8 @@ class KLConfig(_Checked):
 
     budget: KL per update in nats (update 1); budget_end: at update `horizon` (cosine). probe_step: step of the finite
     difference, in units of the proposed update. score_samples: tokens drawn at each context by the score sketch (kl_score.py), a backward
-    pass each; q is then known to about √(2 / (probe_responses · score_samples)). probe_responses: contexts come from that many responses of the batch.
-    temperature: of the sampling distribution. mismatch: subtract the rollout mismatch (EMA weight 0.3, floor half the budget).
+    pass each; q is then known to about √(2 / (probe_responses · score_samples)). probe_responses: contexts come from that many responses
+    of the batch. temperature: of the sampling distribution. mismatch: subtract the rollout mismatch (EMA weight 0.3, floor half the budget).
     """
 
     schedule: str = "cosine"

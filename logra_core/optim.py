@@ -146,8 +146,9 @@ class LoGRA(torch.optim.Optimizer):
         factor = group["lr"] * weights / total if total else 0.0
         torch._foreach_mul_(list(factors.values()), factor)
         sent = {n: V_RK for n, V_RK in right.items() if self.targets[n].by_value}
+        ranks = {n: t.spec.rank for n, t in self.targets.items() if n not in sent and t.spec.rank != self.config.rank}
         update = SketchUpdate(
-            self.run_id, self.version + 1, self._spec(), factors, {n: t.width for n, t in self.targets.items()}, sent,
+            self.run_id, self.version + 1, self._spec(), factors, {n: t.width for n, t in self.targets.items()}, sent, ranks=ranks,
             drawn={n: V_RK for n, V_RK in right.items() if n not in sent},
         )  # fmt: skip
         self._pending = (update, moments, group["lr"] * weights)

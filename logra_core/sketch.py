@@ -8,6 +8,7 @@ The parameter's value is a zero without storage, and it stays out of `state_dict
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -16,6 +17,7 @@ import torch
 from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from .allocation import layer_ranks
 from .config import ConfigError, SketchConfig
 from .projection import NEEDS_WIDTH, ProjectionSpec, canonical_name, input_name, make_projection
 
@@ -83,7 +85,8 @@ class Target:
         return self.module.out_features, self.spec.rank
 
     def redraw(self, spec: ProjectionSpec) -> None:
-        """Use another draw from now on. Forwards made before it can no longer be differentiated (backward raises)."""
+        """Use another draw from now on, at the rank of this layer. Forwards made before it can no longer be differentiated (backward raises)."""
+        spec = dataclasses.replace(spec, rank=self.spec.rank)
         if spec != self.spec:
             self.spec = spec
             self._drawn.clear()
@@ -206,25 +209,28 @@ def attach(model: nn.Module, config: SketchConfig, wire_dtype: torch.dtype = tor
             raise RuntimeError(f"{canonical_name(name)!r} has a sketch already: detach the model first")
         if isinstance(module, torch._dynamo.OptimizedModule) or getattr(module, "_compiled_call_impl", None) is not None:
             raise RuntimeError(f"{name or 'the model'!r} is compiled: a compiled graph ignores later hooks; attach first, then compile")
-    spec = ProjectionSpec(config.seed, 0, config.rank, config.distribution, config.share_inputs)
     layers = select_targets(model, config.targets)
+    ranks = layer_ranks(config, layers)
+    specs = {n: ProjectionSpec(config.seed, 0, rank, config.distribution, config.share_inputs) for n, rank in ranks.items()}
     if config.kind == "two_sided":
         from .two_sided import TwoSidedTarget  # it builds on this file
 
-        targets = {n: TwoSidedTarget(n, m, spec, config) for n, m in layers.items()}
+        targets = {n: TwoSidedTarget(n, m, specs[n], dataclasses.replace(config, rank=ranks[n])) for n, m in layers.items()}
     else:
         if config.distribution in NEEDS_WIDTH or config.projection == "activation":
-            if small := [n for n, m in layers.items() if m.in_features < config.rank + config.drop_leading]:
+            if small := [n for n, m in layers.items() if m.in_features < ranks[n] + config.drop_leading]:
                 width, more = layers[small[0]].in_features, f" (and drop_leading {config.drop_leading} more)" if config.drop_leading else ""
-                raise ConfigError(f"SketchConfig.rank = {config.rank}{more}: orthonormal rows need rank <= inputs, but {small[0]!r} has {width}")
-        targets = {n: Target(n, m, spec) for n, m in layers.items()}
+                raise ConfigError(f"SketchConfig.rank = {ranks[small[0]]}{more}: orthonormal rows need rank <= inputs, but {small[0]!r} has {width}")
+        targets = {n: Target(n, m, specs[n]) for n, m in layers.items()}
     for members in _readers(targets, config.share_inputs):
+        if len({t.spec.rank for t in members}) > 1:
+            raise ConfigError(f"SketchConfig.ranks: {' and '.join(t.name for t in members)} share one input, so they need the same rank")
         if config.share_inputs:
             members[0].products = WeakTensorKeyDictionary()
         if config.projection == "activation":
             from .activation import RangeFinder
 
-            members[0].finder = RangeFinder(spec, members[0].name, members[0].width, config.complement, wire_dtype, config.drop_leading)
+            members[0].finder = RangeFinder(members[0].spec, members[0].name, members[0].width, config.complement, wire_dtype, config.drop_leading)
         for target in members:
             target.products, target.finder = members[0].products, members[0].finder
     model._logra_requires_grad = {n: p.requires_grad for n, p in model.named_parameters()}

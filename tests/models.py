@@ -21,6 +21,7 @@ SWITCHES = {
     "shared": {"share_inputs": True},
     "shared activation": {"projection": "activation", "share_inputs": True},
     "hadamard": {"distribution": "hadamard"},
+    "ranks": {"ranks": {"down_proj": 7, "layers.1": 2, "layers.2.self_attn.k_proj": 1}},
 }
 
 
