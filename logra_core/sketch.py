@@ -280,7 +280,7 @@ def target_table(targets: dict[str, Target]) -> str:
     rows = [f"{'layer':<12}{'count':>6}{'D x K':>16}{'weights':>15}{'sketch':>13}"]
     for (kind, d, k), members in kinds.items():
         count = len(members)
-        rows.append(f"{kind:<12}{count:>6}{f'{d} x {k}':>16}{count * d * k:>15,}{count * members[0].sketch.numel():>13,}")
+        rows.append(f"{kind:<12}{count:>6}{f'{d} x {k}':>16}{count * d * k:>15,}{sum(t.sketch.numel() for t in members):>13,}")
     weights = sum(t.module.out_features * t.width for t in targets.values())
     sketch = sum(t.sketch.numel() for t in targets.values())
     rows.append(f"{'all':<12}{len(targets):>6}{'':>16}{weights:>15,}{sketch:>13,}")

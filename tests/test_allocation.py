@@ -8,7 +8,7 @@ import pytest
 import torch
 from models import policy_loss, random_ids, score, tiny_llama
 
-from logra_core import ConfigError, LoGRA, OptimConfig, Replica, SketchConfig, SketchUpdate, SyncError
+from logra_core import ConfigError, LoGRA, OptimConfig, Replica, SketchConfig, SketchUpdate, SyncError, target_table
 from logra_core.allocation import allocate_ranks, layer_ranks
 from logra_core.sketch import select_targets
 from logra_core.two_sided import accumulated, sizes
@@ -61,6 +61,9 @@ def test_each_layer_has_its_rank_in_training_message_and_replica(sketch):
     again = LoGRA(tiny_llama(), config, OptimConfig(update_ratio=1e-3))
     again.load_state_dict(logra.state_dict())
     assert {n: t.spec for n, t in again.targets.items()} == {n: t.spec for n, t in logra.targets.items()}
+    total = sum(t.sketch.numel() for t in logra.targets.values())
+    kinds = target_table(logra.targets).splitlines()[1:]
+    assert [int(line.split()[-1].replace(",", "")) for line in kinds][-1] == total == sum(int(line.split()[-1].replace(",", "")) for line in kinds[:-1])
     with pytest.raises(ConfigError, match="does not fit"):
         LoGRA(tiny_llama(), dataclasses.replace(config, ranks=RANKS | {"down_proj": 6})).load_state_dict(logra.state_dict())
 
