@@ -25,11 +25,12 @@ class RangeFinder:
     """Streaming range finder of one input (shared by the layers that read it).
 
     spec: of the update that A is for. name: of the (first) layer. complement: share of random rows, rounded up to whole rows.
-    dtype: to which A is rounded, once, as it is what the other side merges with.
+    dtype: to which A is rounded, once, as it is what the other side merges with. drop: leading directions that A leaves out, found by as
+    many more rows of Ω.
     """
 
-    def __init__(self, spec: ProjectionSpec, name: str, width: int, complement: float, dtype: torch.dtype) -> None:
-        self.name, self.width, self.complement, self.dtype = name, width, complement, dtype
+    def __init__(self, spec: ProjectionSpec, name: str, width: int, complement: float, dtype: torch.dtype, drop: int = 0) -> None:
+        self.name, self.width, self.complement, self.dtype, self.drop = name, width, complement, dtype, drop
         self.spec: ProjectionSpec | None = None
         self.restart(spec)
 
@@ -44,8 +45,8 @@ class RangeFinder:
     def add(self, x_NK: torch.Tensor) -> None:
         """Σ += Ω X for the next N tokens, in fp32."""
         if self._sum_RK is None:
-            self._sum_RK = torch.zeros(self.spec.rank, self.width, device=x_NK.device)
-        Omega_NR = random_signs(self._stream, len(x_NK), self.spec.rank).to(x_NK.device)
+            self._sum_RK = torch.zeros(self.spec.rank + self.drop, self.width, device=x_NK.device)
+        Omega_NR = random_signs(self._stream, len(x_NK), len(self._sum_RK)).to(x_NK.device)
         with plain_dtypes(x_NK.device):
             self._sum_RK.addmm_(Omega_NR.T, x_NK.float())
         self.tokens += len(x_NK)
@@ -53,7 +54,7 @@ class RangeFinder:
     def rows(self) -> torch.Tensor:
         """A [R, K] fp32: orthonormal rows, the leading ones first, rounded to `dtype`. Raises NonFiniteError for inputs that are not finite."""
         if self._rows is None:
-            A_RK = leading_rows(self._sum_RK, self._random_rows, self.complement, self.name)
+            A_RK = leading_rows(self._sum_RK, self._random_rows, self.complement, self.name, self.drop)
             self._rows, self._sum_RK = A_RK.to(self.dtype).float(), None
         return self._rows
 
@@ -62,23 +63,28 @@ class RangeFinder:
         return make_projection(spec, self.name + "#complement", self.width, device=self._sum_RK.device)
 
 
-def leading_rows(Y_RK: torch.Tensor, random_rows, complement: float, name: str = "") -> torch.Tensor:
+def leading_rows(Y_RK: torch.Tensor, random_rows, complement: float, name: str = "", drop: int = 0) -> torch.Tensor:
     """Orthonormal rows [R, K] fp32: those spanning the rows of Y = Ω X, and `ceil(complement · R)` random ones orthogonal to them.
+
+    With `drop` = m > 0, Y has R + m rows and its m strongest right singular directions are left out: all R rows are orthogonal to them.
 
     With random ones, the leading rows are the strongest right singular directions of Y (an R x R problem); directions that Y does not
     resolve are left to random rows too. random_rows: count -> [count, K].
     """
     if not torch.isfinite(Y_RK).all():
         raise NonFiniteError(f"inputs of {name!r} seen while scoring hold NaN or infinity: no projection can be taken from them")
-    rank = len(Y_RK)
+    rank = len(Y_RK) - drop
     Q_KR, R_RR = torch.linalg.qr(Y_RK.T)
     lead, size = rank - math.ceil(complement * rank), R_RR.diagonal().abs()
-    if lead == rank and bool(size.min() > RESOLUTION * size.max()):
+    if not drop and lead == rank and bool(size.min() > RESOLUTION * size.max()):
         return Q_KR.T.contiguous()
     _, sigma_R, B_RR = torch.linalg.svd(R_RR.T)
-    lead = min(lead, int((sigma_R > RESOLUTION * sigma_R[0]).sum()))
-    stacked_RK = torch.cat([B_RR[:lead] @ Q_KR.T, random_rows(rank - lead)]) if lead < rank else B_RR @ Q_KR.T
-    return torch.linalg.qr(stacked_RK.T).Q.T.contiguous()
+    resolved = int((sigma_R > RESOLUTION * sigma_R[0]).sum())
+    drop = min(drop, resolved)
+    lead = min(lead, resolved - drop)
+    found_RK = B_RR[: drop + lead] @ Q_KR.T
+    stacked_RK = torch.cat([found_RK, random_rows(rank - lead)]) if lead < rank else found_RK
+    return torch.linalg.qr(stacked_RK.T).Q.T[drop:].contiguous()
 
 
 @contextlib.contextmanager

@@ -16,7 +16,7 @@ KINDS = ("one_sided", "two_sided")
 PROJECTIONS = ("random", "activation")
 STORAGES = ("fp32", "bits", "regenerate")
 RULES = ("row_adam", "sgd", "orthogonal")
-ESTIMATORS = ("jvp", "finite_difference")
+ESTIMATORS = ("jvp", "finite_difference", "score_sketch")
 SCHEDULES = ("none", "constant", "cosine")
 METHODS = ("logra", "dense")
 ENGINES = ("transformers", "vllm")
@@ -77,17 +77,20 @@ class _Checked:
 class SketchConfig(_Checked):
     """What is sketched and with which projection (METHOD sections 1 and 2; the switches of section 8 are off by default).
 
-    rank: rows r of A. distribution: of A's entries. refresh: redraw A after every update, else keep the first draw.
+    rank: rows r of A. ranks: other values for some layers, by parts of their names (allocation.py). distribution: of A's entries.
+    refresh: redraw A after every update, else keep the first draw.
     seed: run seed of A. targets: last name parts (`q_proj`) or dotted suffixes (`mlp.down_proj`) of the linear layers to train.
     kind: two_sided accumulates G Ωᵀ and Ψ G instead of G Aᵀ (two_sided.py), Ω with r/2 rows and Ψ with r; equal_bytes: sized
     instead to what the one-sided sketch of rank r accumulates. projection: activation takes A from the layers' inputs as seen in a
-    scoring pass (activation.py) of `scored_responses` responses of the batch (0: all); complement: share of random rows in that A.
+    scoring pass (activation.py) of `scored_responses` responses of the batch (0: all); complement: share of random rows in that A;
+    drop_leading: so many of the strongest directions are kept out of it (only they: rank of that number, complement 0).
     share_inputs: layers that read the same input (q, k, v; gate, up) share one A and one product x Aᵀ.
     projection_storage: how a random one-sided A is kept between its uses: fp32 (and in the compute dtype), bits (Rademacher's signs, one
     bit an entry) or regenerate (not at all). The entries are the same; the last two pay with time at each use.
     """
 
     rank: int = 256
+    ranks: dict[str, int] = field(default_factory=dict)
     distribution: str = "rademacher"
     refresh: bool = True
     seed: int = 0
@@ -96,16 +99,21 @@ class SketchConfig(_Checked):
     equal_bytes: bool = False
     projection: str = "random"
     complement: float = 0.125
+    drop_leading: int = 0
     scored_responses: int = 16
     share_inputs: bool = False
     projection_storage: str = "fp32"
 
     def _check(self) -> None:
         self._need("rank", self.rank >= 1, ">= 1")
+        valid = all(isinstance(p, str) and p.strip(".") and _matches(r, int) and r >= 1 for p, r in self.ranks.items())
+        self._need("ranks", valid, "a rank >= 1 for each part of a name")
         self._choice("distribution", DISTRIBUTIONS)
         self._choice("kind", KINDS)
         self._choice("projection", PROJECTIONS)
         self._need("complement", 0 <= self.complement <= 1, "0 <= complement <= 1")
+        self._need("drop_leading", self.drop_leading >= 0, ">= 0")
+        self._need("drop_leading", self.projection == "activation" or not self.drop_leading, "0 where projection is not activation")
         self._need("scored_responses", self.scored_responses >= 0, ">= 0")
         two_sided = self.kind == "two_sided"
         self._need("equal_bytes", two_sided or not self.equal_bytes, "false unless kind is two_sided")
@@ -147,8 +155,9 @@ class KLConfig(_Checked):
     """Predicted-KL step control (METHOD section 4).
 
     budget: KL per update in nats (update 1); budget_end: at update `horizon` (cosine). probe_step: step of the finite
-    difference, in units of the proposed update. probe_responses: contexts come from that many responses of the batch.
-    temperature: of the sampling distribution. mismatch: subtract the rollout mismatch (EMA weight 0.3, floor half the budget).
+    difference, in units of the proposed update. score_samples: tokens drawn at each context by the score sketch (kl_score.py), a backward
+    pass each; q is then known to about √(2 / (probe_responses · score_samples)). probe_responses: contexts come from that many responses
+    of the batch. temperature: of the sampling distribution. mismatch: subtract the rollout mismatch (EMA weight 0.3, floor half the budget).
     """
 
     schedule: str = "cosine"
@@ -158,6 +167,7 @@ class KLConfig(_Checked):
     alpha_max: float = 3.0
     estimator: str = "jvp"
     probe_step: float = 1.0
+    score_samples: int = 8
     probe_responses: int = 2
     temperature: float = 1.0
     mismatch: bool = True
@@ -170,6 +180,7 @@ class KLConfig(_Checked):
         for name in ("budget", "budget_end", "alpha_max", "probe_step", "temperature"):
             self._need(name, getattr(self, name) > 0, "> 0")
         self._need("horizon", self.horizon >= 1, ">= 1")
+        self._need("score_samples", self.score_samples >= 1, ">= 1")
         self._need("probe_responses", self.probe_responses >= 1, ">= 1")
         for name in ("mismatch_weight", "mismatch_floor"):
             self._need(name, 0 <= getattr(self, name) <= 1, "0 <= value <= 1")

@@ -145,6 +145,10 @@ def predict_q(model: nn.Module, update: SketchUpdate, probe: ProbeBatch, config:
     """
     if config.estimator == "jvp":
         q = q_jvp(model, update, probe, config.temperature)
+    elif config.estimator == "score_sketch":
+        from .kl_score import q_score_sketch  # it builds on this file
+
+        q = q_score_sketch(model, update, probe, config.score_samples, config.temperature)
     else:
         q = q_finite_difference(model, update, probe, config.probe_step, config.temperature)
     if not math.isfinite(q) or q < 0:

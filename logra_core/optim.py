@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 
 import torch
@@ -16,8 +16,8 @@ from torch import nn
 from .activation import observe
 from .config import ConfigError, NonFiniteError, OptimConfig, SketchConfig, to_dict
 from .orthogonal import orthogonal
-from .projection import ProjectionSpec
-from .sketch import AtHand, Target, attach, detach
+from .projection import PackedProjection, ProjectionSpec
+from .sketch import Target, attach, detach
 from .sync import SketchUpdate, Weights
 
 TINY = torch.finfo(torch.float32).tiny
@@ -62,6 +62,27 @@ def row_scale(square_D: torch.Tensor, v_D: torch.Tensor, rank: int, step: int, b
 def product_norm_sq(U_DR: torch.Tensor, V_RK: torch.Tensor) -> torch.Tensor:
     """‖U V‖² without the [D, K] product: tr(U (V Vᵀ) Uᵀ) = ⟨UᵀU, V Vᵀ⟩, a float64 scalar."""
     return torch.sum((U_DR.T @ U_DR) * (V_RK @ V_RK.T), dtype=torch.float64)
+
+
+class AtHand(Mapping):
+    """name -> A [R, K] fp32 of the targets' current draw as they keep it: stored, or unpacked at each look-up; regenerated ones are left out.
+
+    Holds what was drawn, so that it stays the same after the targets are redrawn.
+    """
+
+    def __init__(self, targets: dict[str, Target]) -> None:
+        kept = {"fp32": Target.projection, "bits": Target.packed}
+        self._kept = {n: kept[t.storage](t) for n, t in targets.items() if t.storage in kept}
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        A_RK = self._kept[name]
+        return A_RK.unpack() if isinstance(A_RK, PackedProjection) else A_RK
+
+    def __iter__(self):
+        return iter(self._kept)
+
+    def __len__(self) -> int:
+        return len(self._kept)
 
 
 class LoGRA(torch.optim.Optimizer):
@@ -148,8 +169,9 @@ class LoGRA(torch.optim.Optimizer):
             raise NonFiniteError(f"norm of the weights is {weights}: nothing was changed")
         factor = group["lr"] * weights / total if total else 0.0
         torch._foreach_mul_(list(factors.values()), factor)
+        ranks = {n: t.spec.rank for n, t in self.targets.items() if n not in sent and t.spec.rank != self.config.rank}
         update = SketchUpdate(
-            self.run_id, self.version + 1, self._spec(), factors, {n: t.width for n, t in self.targets.items()}, sent,
+            self.run_id, self.version + 1, self._spec(), factors, {n: t.width for n, t in self.targets.items()}, sent, ranks=ranks,
             drawn=AtHand({n: t for n, t in self.targets.items() if n not in sent}),
         )  # fmt: skip
         self._pending = (update, moments, group["lr"] * weights)

@@ -21,7 +21,7 @@ from .kl import CHUNK, LOGITS, _branch, kl_divergence, logit_variance
 from .memory import METHODS, StepMemory, TrackMemory, fake_model, simulate_step
 from .projection import ProjectionSpec, input_name
 from .shapes import linear_shapes, model_config, parameters, skeleton
-from .sketch import AtHand
+from .optim import AtHand
 from .sync import SketchUpdate
 
 H100 = 79.6 * 2**30  # bytes of an H100 80GB that a program can have

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -105,12 +105,19 @@ def make_projection(
     return torch.from_numpy(np.ascontiguousarray(values[:, columns])).to(device=device, dtype=dtype)
 
 
-def projection_digest(spec: ProjectionSpec, widths: dict[str, int], made: Mapping[str, torch.Tensor] | None = None) -> str:
-    """128-bit digest (hex) of the fp32 matrices A of all named layers; `made` saves drawing those it holds."""
+def at_rank(spec: ProjectionSpec, ranks: dict[str, int], name: str) -> ProjectionSpec:
+    """The draw of one layer: at its own rank, where `ranks` gives one."""
+    return replace(spec, rank=ranks[name]) if name in ranks else spec
+
+
+def projection_digest(
+    spec: ProjectionSpec, widths: dict[str, int], made: Mapping[str, torch.Tensor] | None = None, ranks: dict[str, int] = {}
+) -> str:
+    """128-bit digest (hex) of the fp32 matrices A of all named layers; `made` saves drawing those it holds. ranks: see `at_rank`."""
     digest = xxhash.xxh3_128()
     for name in sorted(widths):
         A_RK = (made or {}).get(name)
-        A_RK = make_projection(spec, name, widths[name]) if A_RK is None else A_RK
+        A_RK = make_projection(at_rank(spec, ranks, name), name, widths[name]) if A_RK is None else A_RK
         digest.update(name.encode())
         digest.update(A_RK.detach().to("cpu", torch.float32).contiguous().numpy())
     return digest.hexdigest()

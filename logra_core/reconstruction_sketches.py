@@ -41,14 +41,18 @@ KINDS = {
     "two-sided, equal bytes": {"kind": "two_sided", "distribution": "gaussian", "equal_bytes": True},
     "best": {},
 }
+# Where the cosine of "activation" comes from: rank 16 without the strongest input directions, and those directions alone.
+OUTLIERS = {f"without the leading {m}": {"rank": 16, "drop_leading": m} for m in (1, 4, 16)} | {f"only the leading {m}": {"rank": m} for m in (1, 4)}
+OUTLIERS = {name: {"projection": "activation", "complement": 0.0} | switches for name, switches in OUTLIERS.items()}
+FOUND = tuple(sorted({*RANKS, *(a["rank"] + a.get("drop_leading", 0) for a in OUTLIERS.values())}))  # directions that range finders look for
 
 
 def observe_inputs(model, tokenizer, cfg: TrainConfig, rollouts: Rollouts, scored: int) -> dict[tuple[str, int], RangeFinder]:
-    """(layer, rank) -> the range finder of its input, fed as in training with the first `scored` responses."""
+    """(layer, rank) -> the range finder of its input, fed as in training with the first `scored` responses, for the ranks of `FOUND`."""
     layers = select_targets(model, cfg.sketch.targets)
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
     groups = []
-    for rank in RANKS:
+    for rank in FOUND:
         spec = ProjectionSpec(cfg.seed, 0, rank, "gaussian")
         group = [Target(n, layer, spec) for n, layer in layers.items() if layer.in_features >= rank]
         for target in group:
@@ -75,7 +79,8 @@ def factor_cosine(G_DK: torch.Tensor, S_DR: torch.Tensor, V_RK: torch.Tensor) ->
 def measure(G_DK: torch.Tensor, name: str, seed: int, finders: dict[int, RangeFinder], drawn: dict) -> dict:
     """One row: norm, effective rank, and per kind a list over RANKS of [cosine, fp32 values accumulated]; None where a kind has no such rank.
 
-    finders: rank -> of this layer's input at this stage. drawn: keeps projections for the next gradients of the same layer.
+    In `outliers`, such a pair per arm of OUTLIERS. finders: rank -> of this layer's input at this stage. drawn: keeps projections for the
+    next gradients of the same layer.
     """
     rows, width = G_DK.shape
     share, made = spectrum(G_DK), {kind: [] for kind in KINDS}
@@ -88,7 +93,12 @@ def measure(G_DK: torch.Tensor, name: str, seed: int, finders: dict[int, RangeFi
                 made[kind].append(None)
             else:
                 made[kind].append([_cosine(G_DK, name, seed, config, finders, drawn), accumulated(config, rows, width)])
-    return {"norm": float(G_DK.norm()), "effective_rank": effective_rank(share), "cosines": made}
+    outliers = {}
+    for arm, switches in OUTLIERS.items():
+        config = SketchConfig(**switches)
+        fits = config.rank + config.drop_leading <= width
+        outliers[arm] = [_cosine(G_DK, name, seed, config, finders, drawn), accumulated(config, rows, width)] if fits else None
+    return {"norm": float(G_DK.norm()), "effective_rank": effective_rank(share), "cosines": made, "outliers": outliers}
 
 
 def _cosine(G_DK, name: str, seed: int, config: SketchConfig, finders: dict[int, RangeFinder], drawn: dict) -> float:
@@ -105,10 +115,10 @@ def _cosine(G_DK, name: str, seed: int, config: SketchConfig, finders: dict[int,
         Psi_PD = draw(p, rows, name + LEFT)
         return factor_cosine(G_DK, *rebuild(G_DK @ draw(q, width, name).T, Psi_PD @ G_DK, Psi_PD))
     if config.projection == "activation":
-        finder = finders[config.rank]
-        key = (id(finder), config.complement)
+        finder = finders[config.rank + config.drop_leading]
+        key = (id(finder), config.complement, config.drop_leading)
         if key not in drawn:
-            drawn[key] = leading_rows(finder._sum_RK, finder._random_rows, config.complement, name)
+            drawn[key] = leading_rows(finder._sum_RK, finder._random_rows, config.complement, name, config.drop_leading)
         return cosines(G_DK, drawn[key], (config.rank,))[0]
     return cosines(G_DK, draw(config.rank, width, name), (config.rank,))[0]
 
@@ -127,13 +137,18 @@ def summary(rows: list[dict], kinds: dict = KINDS) -> str:
                     size = sum(p[0][1] for p in pairs) / sum(p[1][1] for p in pairs)
                     cells.append(f"r = {rank}: {sum(p[0][0] for p in pairs) / len(pairs):.3f} (x {size:.2f})")
             lines.append(f"  {kind:<27}" + "   ".join(cells))
+        arms = [r["outliers"] for r in rows if (r["stage"], r["advantages"]) == place and "outliers" in r]
+        for arm in arms[0] if arms else ():
+            values = [a[arm][0] for a in arms if a[arm] is not None]
+            if values:
+                lines.append(f"  {arm:<27}r = {OUTLIERS[arm]['rank']}: {sum(values) / len(values):.3f}")
     return "\n".join(lines)
 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = study_parser("logra_core.reconstruction_sketches", "Record the study of sketch kinds.", "data/runs/reconstruction_sketches.jsonl")
     args, cfg = read_arguments(parser, arguments)
-    log, done = open_record(args.out, {"train": to_dict(cfg), "every": args.every, "ranks": RANKS, "kinds": KINDS}, cfg.seed)
+    log, done = open_record(args.out, {"train": to_dict(cfg), "every": args.every, "ranks": RANKS, "kinds": KINDS, "outliers": OUTLIERS}, cfg.seed)
     found, finders = {}, {}
     for stage, folder in {"untrained": None, "trained": args.checkpoint}.items():
         model, tokenizer, update, baseline = load_stage(cfg, folder)

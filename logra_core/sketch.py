@@ -8,14 +8,16 @@ The parameter's value is a zero without storage, and it stays out of `state_dict
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
-from collections.abc import Iterable, Mapping
-from contextlib import nullcontext
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 
 import torch
 from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from .allocation import layer_ranks
 from .config import ConfigError, SketchConfig
 from .projection import NEEDS_WIDTH, PackedProjection, ProjectionSpec, canonical_name, input_name, make_projection
 
@@ -34,6 +36,7 @@ class Target:
         self.name, self.module, self.spec, self.storage = name, module, spec, storage
         self.finder = None
         self.products: WeakTensorKeyDictionary | None = None
+        self.paused = False
         self._drawn: dict[tuple, torch.Tensor] = {}
         self._handles: list = []
 
@@ -94,7 +97,8 @@ class Target:
         return self.module.out_features, self.spec.rank
 
     def redraw(self, spec: ProjectionSpec) -> None:
-        """Use another draw from now on. Forwards made before it can no longer be differentiated (backward raises)."""
+        """Use another draw from now on, at the rank of this layer. Forwards made before it can no longer be differentiated (backward raises)."""
+        spec = dataclasses.replace(spec, rank=self.spec.rank)
         if spec != self.spec:
             self.spec = spec
             self._drawn.clear()
@@ -103,7 +107,7 @@ class Target:
 
     @torch.compiler.disable  # a graph break at each target: right under torch.compile, at the cost of some fusion
     def _on_forward(self, module: nn.Module, args: tuple, kwargs: dict, output: torch.Tensor) -> torch.Tensor | None:
-        if not torch.is_grad_enabled():  # scoring, generation, probes: nothing to accumulate, nothing to pay
+        if self.paused or not torch.is_grad_enabled():  # scoring, generation, probes: nothing to accumulate, nothing to pay
             return None
         return self._tap(output, args[0] if args else kwargs["input"])
 
@@ -217,25 +221,28 @@ def attach(model: nn.Module, config: SketchConfig, wire_dtype: torch.dtype = tor
             raise RuntimeError(f"{canonical_name(name)!r} has a sketch already: detach the model first")
         if isinstance(module, torch._dynamo.OptimizedModule) or getattr(module, "_compiled_call_impl", None) is not None:
             raise RuntimeError(f"{name or 'the model'!r} is compiled: a compiled graph ignores later hooks; attach first, then compile")
-    spec = ProjectionSpec(config.seed, 0, config.rank, config.distribution, config.share_inputs)
     layers = select_targets(model, config.targets)
+    ranks = layer_ranks(config, layers)
+    specs = {n: ProjectionSpec(config.seed, 0, rank, config.distribution, config.share_inputs) for n, rank in ranks.items()}
     if config.kind == "two_sided":
         from .two_sided import TwoSidedTarget  # it builds on this file
 
-        targets = {n: TwoSidedTarget(n, m, spec, config) for n, m in layers.items()}
+        targets = {n: TwoSidedTarget(n, m, specs[n], dataclasses.replace(config, rank=ranks[n])) for n, m in layers.items()}
     else:
         if config.distribution in NEEDS_WIDTH or config.projection == "activation":
-            if small := [n for n, m in layers.items() if m.in_features < config.rank]:
-                width = layers[small[0]].in_features
-                raise ConfigError(f"SketchConfig.rank = {config.rank}: orthonormal rows need rank <= inputs, but {small[0]!r} has {width}")
-        targets = {n: Target(n, m, spec, config.projection_storage) for n, m in layers.items()}
+            if small := [n for n, m in layers.items() if m.in_features < ranks[n] + config.drop_leading]:
+                width, more = layers[small[0]].in_features, f" (and drop_leading {config.drop_leading} more)" if config.drop_leading else ""
+                raise ConfigError(f"SketchConfig.rank = {ranks[small[0]]}{more}: orthonormal rows need rank <= inputs, but {small[0]!r} has {width}")
+        targets = {n: Target(n, m, specs[n], config.projection_storage) for n, m in layers.items()}
     for members in _readers(targets, config.share_inputs):
+        if len({t.spec.rank for t in members}) > 1:
+            raise ConfigError(f"SketchConfig.ranks: {' and '.join(t.name for t in members)} share one input, so they need the same rank")
         if config.share_inputs:
             members[0].products = WeakTensorKeyDictionary()
         if config.projection == "activation":
             from .activation import RangeFinder
 
-            members[0].finder = RangeFinder(spec, members[0].name, members[0].width, config.complement, wire_dtype)
+            members[0].finder = RangeFinder(members[0].spec, members[0].name, members[0].width, config.complement, wire_dtype, config.drop_leading)
         for target in members:
             target.products, target.finder, target._drawn = members[0].products, members[0].finder, members[0]._drawn
     model._logra_requires_grad = {n: p.requires_grad for n, p in model.named_parameters()}
@@ -263,25 +270,17 @@ def detach(model: nn.Module) -> None:
             delattr(model, attribute)
 
 
-class AtHand(Mapping):
-    """name -> A [R, K] fp32 of the targets' current draw as they keep it: stored, or unpacked at each look-up; regenerated ones are left out.
-
-    Holds what was drawn, so that it stays the same after the targets are redrawn.
-    """
-
-    def __init__(self, targets: dict[str, Target]) -> None:
-        kept = {"fp32": Target.projection, "bits": Target.packed}
-        self._kept = {n: kept[t.storage](t) for n, t in targets.items() if t.storage in kept}
-
-    def __getitem__(self, name: str) -> torch.Tensor:
-        A_RK = self._kept[name]
-        return A_RK.unpack() if isinstance(A_RK, PackedProjection) else A_RK
-
-    def __iter__(self):
-        return iter(self._kept)
-
-    def __len__(self) -> int:
-        return len(self._kept)
+@contextmanager
+def paused(model: nn.Module) -> Iterator[None]:
+    """Forward passes inside are not sketched, though they have gradients."""
+    targets = [t for m in model.modules() for t in getattr(m, "_logra_targets", {}).values()]
+    try:
+        for target in targets:
+            target.paused = True
+        yield
+    finally:
+        for target in targets:
+            target.paused = False
 
 
 def target_table(targets: dict[str, Target]) -> str:
@@ -293,7 +292,7 @@ def target_table(targets: dict[str, Target]) -> str:
     rows = [f"{'layer':<12}{'count':>6}{'D x K':>16}{'weights':>15}{'sketch':>13}"]
     for (kind, d, k), members in kinds.items():
         count = len(members)
-        rows.append(f"{kind:<12}{count:>6}{f'{d} x {k}':>16}{count * d * k:>15,}{count * members[0].sketch.numel():>13,}")
+        rows.append(f"{kind:<12}{count:>6}{f'{d} x {k}':>16}{count * d * k:>15,}{sum(t.sketch.numel() for t in members):>13,}")
     weights = sum(t.module.out_features * t.width for t in targets.values())
     sketch = sum(t.sketch.numel() for t in targets.values())
     rows.append(f"{'all':<12}{len(targets):>6}{'':>16}{weights:>15,}{sketch:>13,}")

@@ -19,7 +19,7 @@ from safetensors.torch import save as save_safetensors
 from torch import nn
 
 from .config import ConfigError
-from .projection import ProjectionSpec, make_projection, projection_digest
+from .projection import ProjectionSpec, at_rank, make_projection, projection_digest
 from .sketch import select_targets
 
 FORMAT = 1
@@ -36,7 +36,8 @@ class SketchUpdate:
 
     run_id: the run it belongs to. version: number of updates after it is applied (from 1).
     factors: name -> [D, R]; as proposed in fp32, as sent rounded to the wire dtype with α inside.
-    widths: name -> K. bases: name -> V [R, K] by value, rounded alike, where no seed gives V; any R; a shared tensor is sent once.
+    widths: name -> K. ranks: name -> R where it is not that of `projection`.
+    bases: name -> V [R, K] by value, rounded alike, where no seed gives V; any R; a shared tensor is sent once.
     fingerprint: of the weights after the update ("" when not checked). rounded: whether it may be merged and sent.
     """
 
@@ -49,11 +50,12 @@ class SketchUpdate:
     fingerprint: str = ""
     rounded: bool = False
     drawn: Mapping[str, torch.Tensor] = field(default_factory=dict, repr=False)  # A at hand already; saves drawing it again
+    ranks: dict[str, int] = field(default_factory=dict)
 
     def basis(self, name: str, device: torch.device | str = "cpu") -> torch.Tensor:
         """V [R, K] fp32 of a layer."""
         if (made := self.bases.get(name, self.drawn.get(name))) is None:
-            made = make_projection(self.projection, name, self.widths[name], device=device)
+            made = make_projection(at_rank(self.projection, self.ranks, name), name, self.widths[name], device=device)
         return made.to(device=device, dtype=torch.float32)
 
     def scaled(self, alpha: float, dtype: torch.dtype) -> SketchUpdate:
@@ -75,7 +77,6 @@ class SketchUpdate:
         """The message: safetensors, with everything but the factors in a digested header."""
         if not self.rounded:
             raise SyncError("only a scaled and rounded update may be sent: take what LoGRA.apply returns")
-        seeded = {n: k for n, k in self.widths.items() if n not in self.bases}
         source = {id(V_RK): n for n, V_RK in reversed(self.bases.items())}  # of each distinct V, the first layer: it sends it
         header = {
             "format": FORMAT,
@@ -84,10 +85,10 @@ class SketchUpdate:
             "version": self.version,
             "projection": dataclasses.asdict(self.projection),
             "widths": self.widths,
-            "projection_digest": projection_digest(self.projection, seeded, self.drawn),
+            "projection_digest": projection_digest(self.projection, {n: k for n, k in self.widths.items() if n not in self.bases}, self.drawn, self.ranks),
             "fingerprint": self.fingerprint if fingerprint is None else fingerprint,
             "same_basis": {n: source[id(V_RK)] for n, V_RK in self.bases.items() if source[id(V_RK)] != n},
-        }
+        } | ({"ranks": self.ranks} if self.ranks else {})
         tensors = {f"U.{n}": t for n, t in self.factors.items()} | {f"V.{n}": self.bases[n] for n in source.values()}
         return _pack(header, tensors)
 
@@ -104,13 +105,12 @@ class SketchUpdate:
             factors = {n[2:]: t for n, t in tensors.items() if n.startswith("U.")}
             bases = {n[2:]: t for n, t in tensors.items() if n.startswith("V.")}
             bases |= {n: bases[first] for n, first in header["same_basis"].items()}
-            widths = {n: int(k) for n, k in header["widths"].items()}
-            drawn = {n: make_projection(projection, n, k) for n, k in widths.items() if n not in bases}
-            update = cls(header["run_id"], header["version"], projection, factors, widths, bases, header["fingerprint"], True, drawn)
+            widths, ranks = {n: int(k) for n, k in header["widths"].items()}, header.get("ranks", {})
+            drawn = {n: make_projection(at_rank(projection, ranks, n), n, k) for n, k in widths.items() if n not in bases}
+            update = cls(header["run_id"], header["version"], projection, factors, widths, bases, header["fingerprint"], True, drawn, ranks)
         except (KeyError, TypeError, AttributeError, ConfigError) as error:
             raise SyncError(f"update message with a malformed header: {error!r}") from error
-        ours = projection_digest(projection, {n: widths[n] for n in drawn}, drawn)
-        if ours != header["projection_digest"]:
+        if (ours := projection_digest(projection, {n: widths[n] for n in drawn}, drawn)) != header["projection_digest"]:
             raise SyncError(f"the sender's projections have digest {header['projection_digest']}, ours {ours}: not the same A on both sides")
         return update
 
@@ -247,7 +247,7 @@ class Replica:
         """
         update = SketchUpdate.from_bytes(update) if isinstance(update, (bytes, bytearray, memoryview)) else update
         self._check_order(update)
-        rank = dict.fromkeys(update.factors, update.projection.rank) | {n: t.shape[0] for n, t in update.bases.items() if t.dim() == 2}
+        rank = dict.fromkeys(update.factors, update.projection.rank) | update.ranks | {n: t.shape[0] for n, t in update.bases.items() if t.dim() == 2}
         self._check_tensors({n: (t, (d, rank[n])) for n, t, (d, k) in self._pair(update.factors)}, "factor")
         self._check_tensors({n: (t, (rank.get(n), k)) for n, t, (d, k) in self._pair(update.bases, False)}, "basis")
         if wrong := [n for n, k in update.widths.items() if k != self.weights.shapes[n][1]]:

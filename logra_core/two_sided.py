@@ -81,9 +81,6 @@ class TwoSidedTarget(Target):
     def draw_shapes(self, dtype: torch.dtype = torch.float32) -> dict[tuple, tuple[int, int]]:
         return super().draw_shapes(dtype) | {(LEFT, dtype, self.weight.device): (self.p, self.module.out_features)}
 
-    def redraw(self, spec: ProjectionSpec) -> None:
-        super().redraw(dataclasses.replace(spec, rank=self.q))
-
     def parts(self, flat: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Views Y [D, q] and Z [p, K] of a flat vector."""
         Y, Z = flat.split([self.module.out_features * self.q, self.p * self.width])

@@ -17,11 +17,13 @@ SWITCHES = {
     "two_sided": {"kind": "two_sided"},
     "equal_bytes": {"kind": "two_sided", "equal_bytes": True},
     "activation": {"projection": "activation"},
+    "outliers dropped": {"projection": "activation", "drop_leading": 2},
     "shared": {"share_inputs": True},
     "shared activation": {"projection": "activation", "share_inputs": True},
     "hadamard": {"distribution": "hadamard"},
     "shared bits": {"projection_storage": "bits", "share_inputs": True},
     "regenerate": {"projection_storage": "regenerate"},
+    "ranks": {"ranks": {"down_proj": 7, "layers.1": 2, "layers.2.self_attn.k_proj": 1}},
 }
 
 

@@ -64,6 +64,61 @@ def test_the_strongest_directions_and_a_share_of_random_rows_orthogonal_to_them(
         assert same_rows(A[lead:], torch.linalg.qr(G.T).Q.T) < 1e-4
 
 
+@pytest.mark.parametrize("complement", [0.0, 0.34, 1.0])
+@pytest.mark.parametrize("drop", [1, 4])
+def test_dropped_directions_are_left_out_of_all_rows(drop, complement):
+    """Inputs with four outlier directions, hundreds of times the rest, as float64 finds them: in X within 1e-2, in Ω X to rounding."""
+    X, outliers = inputs(50, 20, 20, seed=1) / 5, torch.linalg.qr(torch.randn(20, 4, generator=torch.Generator().manual_seed(2))).Q
+    X = X + torch.randn(50, 4, generator=torch.Generator().manual_seed(3)) * torch.tensor([1e3, 7e2, 5e2, 3e2]) @ outliers.T
+    found = RangeFinder(SPEC, "l.0.x", 20, complement, torch.float32, drop)
+    for x in X.split(17):  # in microbatches
+        found.add(x)
+    A = found.rows().double()
+    Y = random_signs(stream_of(SPEC, "l.0.x#range"), 50, 6 + drop).double().T @ X.double()
+    V = torch.linalg.svd(Y, full_matrices=False).Vh
+    lead = {0.0: 6, 0.34: 3, 1.0: 0}[complement]
+    assert A.shape == (6, 20) and float((A @ A.T - torch.eye(6)).abs().max()) < 1e-6
+    assert float((A @ V[:drop].T).abs().max()) < 1e-5
+    if drop == 4:
+        assert float((A @ torch.linalg.svd(X.double()).Vh[:4].T).abs().max()) < 1e-2
+        assert not lead or same_rows(A[:lead], V[4 : 4 + lead]) < 1e-2  # in fp32 the weakest has three digits
+    if lead < 6:
+        G = make_projection(ProjectionSpec(3, 2, 6 - lead, "gaussian"), "l.0.x#complement", 20).double()
+        known = torch.cat([V[:drop], A[:lead]])
+        G = G - G @ known.T @ known
+        assert same_rows(A[lead:], torch.linalg.qr(G.T).Q.T) < 1e-4
+
+
+@pytest.mark.parametrize("tokens, rank", [(2, None), (40, 3), (1, None)])
+def test_inputs_with_fewer_directions_than_are_dropped_leave_random_rows_orthogonal_to_them(tokens, rank):
+    X = inputs(tokens, 20, rank)
+    found = RangeFinder(SPEC, "l.0.x", 20, 0.0, torch.float32, 4)
+    found.add(X)
+    A = found.rows()
+    assert A.shape == (6, 20) and float((A @ A.T - torch.eye(6)).abs().max()) < 1e-6
+    assert float((X @ A.T).norm() / X.norm()) < 1e-5
+
+
+def test_what_is_dropped_and_only_that_share_the_gradient():
+    """Cosines squared of the directions left out, and of the rank-m projection that spans them, are those of G itself, split in two."""
+    torch.manual_seed(0)
+    layer, X = nn.Sequential(nn.Linear(30, 8)), inputs(40, 30) * torch.cat([torch.full((2,), 1e3), torch.ones(28)])
+    (G,) = torch.autograd.grad(layer(X).square().sum(), layer[0].weight)
+    share = {}
+    for rank, drop in ((2, 0), (28, 2)):
+        sketch = SketchConfig(rank=rank, targets=("0",), projection="activation", complement=0.0, drop_leading=drop)
+        logra = LoGRA(layer, sketch, OptimConfig(wire_dtype="float32"))
+        with logra.observe():
+            layer(X)
+        layer(X).square().sum().backward()
+        S, A = logra.targets["0"].factors()
+        expected = G.double() @ A.double().T
+        assert float((S.double() - expected).norm() / G.norm()) < 1e-5
+        share[drop] = float(S.norm() / G.norm()) ** 2
+        logra.detach()
+    assert share[0] + share[2] == pytest.approx(1, abs=1e-3) and share[0] > 0.99
+
+
 def test_every_direction_is_reached_in_turn():
     """With a complement, the rows of successive updates span everything, though every batch has the same six-dimensional inputs."""
     X, seen = inputs(30, 20, 5), []
@@ -215,6 +270,10 @@ def test_refusals():
         pass
     with pytest.raises(ConfigError, match="only 'activation'"):
         LoGRA(tiny_llama(), SketchConfig(rank=4)).observe()
+    with pytest.raises(ConfigError, match="drop_leading = 1: allowed is 0 where projection is not activation"):
+        SketchConfig(drop_leading=1)
+    with pytest.raises(ConfigError, match=r"rank = 30 \(and drop_leading 3 more\).*has 32"):
+        make(rank=30, drop_leading=3)
     logra.step()
     with logra.observe():
         assert not torch.is_grad_enabled()

@@ -19,11 +19,11 @@ from pathlib import Path
 import pytest
 import torch
 from launch import Launch, free_port
-from models import SWITCHES, policy_loss, probe_batch, random_ids, real_llm, tiny_llama
+from models import SWITCHES, policy_loss, probe_batch, random_ids, real_llm, score, tiny_llama
 from test_train import exact, first_digit, settings
 from tiny import tiny_policy
 
-from logra_core import ConfigError, LoGRA, OptimConfig, SketchConfig, checkpoint, kl, optim
+from logra_core import ConfigError, KLConfig, LoGRA, OptimConfig, SketchConfig, checkpoint, kl, optim
 from logra_core.distributed import ShardedLoGRA, SharedProbe, decoder_blocks, shard
 from logra_core.ranks import Ranks, outside_launch, rows_of, spare_devices
 from logra_core.runlog import read_log
@@ -75,7 +75,8 @@ def microbatch(model, i: int) -> torch.Tensor:
 
 
 def settings_of(kind: str = "tiny"):
-    return SketchConfig(rank=8, projection_storage="bits" if kind == "bits" else "fp32"), OptimConfig(rule="sgd" if kind == "sgd" else "row_adam", update_ratio=1e-2, wire_dtype="float32")
+    sketch = SketchConfig(rank=8, **({"projection_storage": "bits"} if kind == "bits" else SWITCHES.get(kind, {})))
+    return sketch, OptimConfig(rule="sgd" if kind == "sgd" else "row_adam", update_ratio=1e-2, wire_dtype="float32")
 
 
 def single_steps(kind: str, checkpointing: bool, microbatches: int, updates: int) -> list[dict]:
@@ -84,11 +85,13 @@ def single_steps(kind: str, checkpointing: bool, microbatches: int, updates: int
     logra = LoGRA(model, *settings_of(kind))
     probe = probe_batch(random_ids(3, 12, model.config.vocab_size, 9), 5)
     for _ in range(updates):
+        score(logra, random_ids(2, 20, model.config.vocab_size))
         for i in range(microbatches):
             microbatch(model, i).backward()
         row = {"S": {n: t.sketch.grad.clone() for n, t in logra.targets.items()}, "norm": logra.grad_norm()}
         update = logra.propose()
         row |= {"U": update.factors, "q": kl.q_jvp(model, update, probe), "kl": kl.exact_kl(model, update, probe, 0.5)}
+        row["score"] = 0.0 if kind.startswith("llm") else kl.predict_q(model, update, probe, KLConfig(estimator="score_sketch", score_samples=2))
         logra.apply(update, 0.7)
         row["v"] = {n: logra.state[t.sketch]["v"] for n, t in logra.targets.items()}
         row["W"] = {n: logra.weights.master(n).clone() for n in logra.targets}
@@ -106,6 +109,7 @@ def sharded_steps(folder, kind: str, checkpointing: bool, microbatches: int, upd
     ids = random_ids(3, 12, model.config.vocab_size, 9)[ranks.rank :: ranks.world]
     probe = SharedProbe(probe_batch(ids, 5) if len(ids) else None, ranks)
     for _ in range(updates):
+        score(logra, random_ids(2, 20, model.config.vocab_size))  # every rank all of it, so that all find the same projection
         own = range(ranks.rank, microbatches, ranks.world)
         for i in own:
             microbatch(model, i).backward()
@@ -115,6 +119,7 @@ def sharded_steps(folder, kind: str, checkpointing: bool, microbatches: int, upd
         row["S"] = {n: ranks.gather_rows(S, lengths[n]) for n, S in logra._sums.items()}
         update = logra.propose()
         row |= {"U": update.factors, "q": kl.q_jvp(model, update, probe), "kl": kl.exact_kl(model, update, probe, 0.5)}
+        row["score"] = 0.0 if kind.startswith("llm") else kl.predict_q(model, update, probe, KLConfig(estimator="score_sketch", score_samples=2))
         logra.apply(update, 0.7)
         states = {n: logra.state[t.sketch] for n, t in logra.targets.items()}
         row["v"] = {n: ranks.gather_rows(s["v"], lengths[n]) for n, s in states.items()}
@@ -127,13 +132,14 @@ def sharded_steps(folder, kind: str, checkpointing: bool, microbatches: int, upd
     return seen
 
 
-def compare(whole: list[dict], parts: list[list[dict]]) -> None:
+def compare(whole: list[dict], parts: list[list[dict]], tolerance: float = TOLERANCE) -> None:
     for number, row in enumerate(whole):
         for rank, mine in ((r, seen[number]) for r, seen in enumerate(parts)):
             if rank == 0:
-                assert {k: distance(row[k], mine[k]) for k in "SUvW"} == pytest.approx(dict.fromkeys("SUvW", 0), abs=TOLERANCE)
-            assert mine["norm"] == pytest.approx(row["norm"], rel=TOLERANCE) and mine["q"] == pytest.approx(row["q"], rel=TOLERANCE)
+                assert {k: distance(row[k], mine[k]) for k in "SUvW"} == pytest.approx(dict.fromkeys("SUvW", 0), abs=tolerance)
+            assert mine["norm"] == pytest.approx(row["norm"], rel=tolerance) and mine["q"] == pytest.approx(row["q"], rel=tolerance)
             assert mine["kl"] == pytest.approx(row["kl"], rel=ROUNDING) and mine["kl"] > 0
+            assert mine["score"] == pytest.approx(row["score"], rel=max(tolerance, ROUNDING))
             assert mine["own"] == mine["fingerprint"] == parts[0][number]["fingerprint"] and mine["q"] == parts[0][number]["q"]
             for n, counts in mine["rows"].items():
                 rows = rows_of(len(row["v"][n]), len(parts), rank)
@@ -155,13 +161,15 @@ def whole_steps():
 
 @pytest.mark.parametrize(
     ("kind", "checkpointing", "world"),
-    [("tiny", False, 2), ("tiny", True, 3), ("tiny", True, 4), ("odd", True, 2), ("odd", False, 3), ("odd", True, 4), ("sgd", True, 3), ("bits", True, 2)],
+    [("tiny", False, 2), ("tiny", True, 3), ("tiny", True, 4), ("odd", True, 2), ("odd", False, 3), ("odd", True, 4), ("sgd", True, 3), ("bits", True, 2),
+     ("outliers dropped", True, 2), ("ranks", True, 2)],
 )
 def test_ranks_compute_what_one_process_does(whole_steps, tmp_path, kind, checkpointing, world):
     # 5 microbatches of unequal length, 3 probe rows: some rank is idle in one round, and at 4 ranks one has no context at all.
     case = (kind, checkpointing, 5, 2)
     parts = Launch(world, sharded_steps, tmp_path, *case).results()
-    compare(whole_steps(*case), parts)
+    # weights that differ in the last bits give the weakest directions of the inputs that differ by more
+    compare(whole_steps(*case), parts, 50 * TOLERANCE if kind == "outliers dropped" else TOLERANCE)
     empty = [n for n, counts in parts[-1][0]["rows"].items() if counts == {0}]
     assert bool(empty) == (kind == "odd" and world > 2)
 

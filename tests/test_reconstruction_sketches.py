@@ -8,7 +8,7 @@ from logra_core import ConfigError, LoGRA, OptimConfig, SketchConfig
 from logra_core.configfile import load_config
 from logra_core.ppo import ppo_loss, sequence_logprobs
 from logra_core.reconstruction import load_stage, policy_gradients, sample
-from logra_core.reconstruction_sketches import KINDS, RANKS, factor_cosine, main, measure, observe_inputs, summary
+from logra_core.reconstruction_sketches import KINDS, OUTLIERS, RANKS, factor_cosine, main, measure, observe_inputs, summary
 from logra_core.runlog import read_log
 
 NAME = "model.layers.1.mlp.down_proj"
@@ -43,6 +43,28 @@ def test_a_cosine_is_that_of_the_factors_that_training_would_use(recipe, kind, r
     assert values == logra.targets[NAME].sketch.numel()
 
 
+def test_what_is_left_without_the_leading_directions_and_with_only_them(recipe):  # noqa: F811
+    """Against plain float64: G projected on the directions m + 1 .. m + 16 of Ω X, and on all rows of a smaller Ω X."""
+    cfg = load_config(recipe[0])
+    model, tokenizer, update, _ = load_stage(cfg, recipe[1])
+    rollouts, rewards = sample(model, tokenizer, cfg, update)
+    finders = {r: f for (n, r), f in observe_inputs(model, tokenizer, cfg, rollouts, 6).items() if n == NAME}
+    G = policy_gradients(model, tokenizer, cfg, rollouts, rewards - 0.5)[NAME].double()
+    row, seen = measure(G.float(), NAME, cfg.seed, finders, {})["outliers"], {}
+    for arm, switches in OUTLIERS.items():
+        rank, drop = switches["rank"], switches.get("drop_leading", 0)
+        V = torch.linalg.svd(finders[rank + drop]._sum_RK.double(), full_matrices=False).Vh[drop:]
+        seen[arm] = float((G @ V.T).norm() / G.norm())
+        assert row[arm][0] == pytest.approx(seen[arm], abs=2e-3) and row[arm][1] == rank * len(G)
+    assert list(seen) == list(OUTLIERS) and seen["without the leading 16"] < seen["without the leading 1"] < row_of_all(finders, G)
+
+
+def row_of_all(finders, G):
+    """Cosine of the plain range finder at rank 16."""
+    V = torch.linalg.svd(finders[16]._sum_RK.double(), full_matrices=False).Vh
+    return float((G @ V.T).norm() / G.norm())
+
+
 def test_the_command_records_and_goes_on_where_it_was_stopped(recipe, tmp_path, capsys):  # noqa: F811
     out = tmp_path / "study.jsonl"
     arguments = [str(recipe[0]), "--checkpoint", str(recipe[1]), "--out", str(out), "--every", "1"]
@@ -50,7 +72,7 @@ def test_the_command_records_and_goes_on_where_it_was_stopped(recipe, tmp_path, 
     table = capsys.readouterr().out
     rows = read_log(out)[1]
     gradients = [r for r in rows if r["kind"] == "gradient"]
-    assert len(gradients) == 21 * 4 and all(set(r["cosines"]) == set(KINDS) for r in gradients)
+    assert len(gradients) == 21 * 4 and all(set(r["cosines"]) == set(KINDS) and set(r["outliers"]) == set(OUTLIERS) for r in gradients)
     for r in gradients:
         for kind, values in r["cosines"].items():
             for value, rank, best in zip(values, RANKS, r["cosines"]["best"], strict=True):

@@ -410,3 +410,12 @@ def test_command_line(policy, tmp_path, capsys):
     assert main([str(path), "updates=1", "seed=5"]) == 2
     assert "seed (saved 0, now 5)" in capsys.readouterr().err
     assert main([]) == 2
+
+
+def test_the_score_sketch_controls_a_run(policy, tmp_path):
+    kl = {"estimator": "score_sketch", "score_samples": 16}
+    _, end, _, rows = run(settings(policy, tmp_path, updates=2, kl=kl, optim={"update_ratio": 0.05}, eval_problems=2), first_digit)
+    for r in (r for r in rows if r["kind"] == "update"):
+        assert r["estimator"] == "score_sketch" and r["alpha"] < 3 and r["predicted_kl"] == pytest.approx(r["effective_budget"])
+        assert 0.3 < r["exact_kl"] / r["predicted_kl"] < 3  # √(2/32) is a quarter
+    assert end["update"] == 2
