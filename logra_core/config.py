@@ -227,7 +227,11 @@ class PPOConfig(_Checked):
 
 @dataclass(frozen=True)
 class DenseConfig(_Checked):
-    """AdamW on the same targets: the paper's dense baseline (METHOD section 6)."""
+    """AdamW on the same targets: the paper's dense baseline (METHOD section 6).
+
+    kl_control: scale AdamW's step to the budget of `KLConfig` (one process only). α stays below kl.alpha_max, so give a learning rate
+    far above a plain run's (1e-4): then the budget alone decides how far a step goes.
+    """
 
     lr: float = 1e-6
     beta1: float = 0.9
@@ -237,6 +241,7 @@ class DenseConfig(_Checked):
     warmup: int = 9
     horizon: int = 300
     final_fraction: float = 0.1
+    kl_control: bool = False
 
     def _check(self) -> None:
         self._need("lr", self.lr >= 0, ">= 0")

@@ -19,7 +19,8 @@ from . import checkpoint
 from .config import ConfigError, TrainConfig
 from .distributed import ShardedLoGRA, ShardedWeights, SharedProbe, shard
 from .kl import ProbeBatch, StepController
-from .methods import DenseMethod, LograMethod, Message, Method
+from .methods import LograMethod, Message, Method
+from .methods_dense import DenseMethod
 from .optim import MissingSketchError, NonFiniteError
 from .ranks import PeerError, Ranks, outside_launch, spare_devices
 from .rollout import RolloutEngine, Rollouts, make_engine
@@ -102,6 +103,8 @@ class DistributedTrainer(Trainer):
         cfg, kinds = self.cfg, {"logra": ShardedLograMethod, "dense": ShardedDenseMethod}
         if cfg.method not in kinds:
             raise ConfigError(f"method = {cfg.method!r}: allowed under torchrun is {', '.join(kinds)}")
+        if cfg.method == "dense" and cfg.dense.kl_control:
+            raise ConfigError("dense.kl_control = True: under torchrun dense AdamW has no KL control; one process without torchrun has")
         layers = select_targets(self.model, cfg.sketch.targets)
         self._frozen_digest = checkpoint.frozen_digest(self.model, Weights(layers))  # what does not train is whole only now
         shard(self.model, self.ranks, cfg.compute_dtype)
