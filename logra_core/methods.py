@@ -1,6 +1,6 @@
 """The training methods behind one small interface: what the loop does between a finished backward pass and the next rollout.
 
-Belongs here: the interface, and LoGRA behind it; dense AdamW is in methods_dense.py. Each turns gradients into a message for the rollout
+Belongs here: the interface, and LoGRA behind it; dense AdamW is in methods_dense.py, LoRA and GaLore in methods_compare.py. Each turns gradients into a message for the rollout
 engine. The loop knows only `Method`; a new method is a new class and an entry in `make_method`.
 """
 
@@ -37,6 +37,7 @@ class Method(Protocol):
     version: int  # applied updates
     run_id: str
 
+    def trained(self) -> list[torch.Tensor]: ...  # the tensors of the model that updates change
     def zero_grad(self) -> None: ...
     def observe(self, rollouts: Rollouts, pad_id: int) -> None: ...
     def grad_norm(self) -> float: ...
@@ -53,9 +54,10 @@ def make_method(model: torch.nn.Module, cfg: TrainConfig) -> Method:
     """The method named by `cfg.method`, attached to `model`: all weights frozen but what it trains."""
     if cfg.method == "logra":
         return LograMethod(model, cfg)
-    from . import methods_dense  # it builds on this file
+    from . import methods_compare, methods_dense  # they build on this file
 
-    return (methods_dense.ControlledDenseMethod if cfg.dense.kl_control else methods_dense.DenseMethod)(model, cfg)
+    dense = methods_dense.ControlledDenseMethod if cfg.dense.kl_control else methods_dense.DenseMethod
+    return {"dense": dense, "lora": methods_compare.LoRAMethod, "galore": methods_compare.GaLoreMethod}[cfg.method](model, cfg)
 
 
 def checkpoint_activations(model: torch.nn.Module) -> None:
@@ -83,6 +85,9 @@ class LograMethod:
     @property
     def run_id(self) -> str:
         return self.optimizer.run_id
+
+    def trained(self) -> list[torch.Tensor]:
+        return [m.weight for m in self.weights.modules.values()]
 
     def zero_grad(self) -> None:
         self.optimizer.zero_grad()

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from .config import ConfigError, DenseConfig, NonFiniteError, TrainConfig
+from .config import AdamConfig, ConfigError, DenseConfig, NonFiniteError, TrainConfig
 from .kl import ProbeBatch, StepController, exact_kl
 from .methods import Message
 from .optim import LARGEST, MissingSketchError
@@ -21,7 +21,7 @@ from .sketch import select_targets
 from .sync import Weights, full_state_bytes
 
 
-def dense_lr(cfg: DenseConfig, update: int) -> float:
+def dense_lr(cfg: AdamConfig, update: int) -> float:
     """Learning rate of an update (counted from 1): linear warm-up, then cosine to final_fraction * lr at `horizon`, then flat."""
     if update <= cfg.warmup:
         return cfg.lr * update / cfg.warmup
@@ -32,18 +32,30 @@ def dense_lr(cfg: DenseConfig, update: int) -> float:
 class DenseMethod:
     """AdamW on the same target weights (METHOD section 6): no sketch, no KL control; the message is the full weights."""
 
+    section = "dense"  # of the configuration
+
     def __init__(self, model: torch.nn.Module, cfg: TrainConfig) -> None:
-        self.model, self.cfg = model, cfg.dense
+        self.model, self.cfg = model, getattr(cfg, self.section)
         self.version, self.run_id = 0, uuid.uuid4().hex
         layers = select_targets(model, cfg.sketch.targets)
         self.weights = Weights(layers)
         if self.weights.masters:
             raise ConfigError(f"method {cfg.method} trains fp32 weights; {next(iter(self.weights.masters))!r} is not fp32")
         model.requires_grad_(False)
-        self.parameters = {n: m.weight.requires_grad_(True) for n, m in layers.items()}
-        d = cfg.dense
-        self.optimizer = torch.optim.AdamW(self.parameters.values(), d.lr, (d.beta1, d.beta2), d.eps, d.weight_decay)
+        self.parameters = {n: p.requires_grad_(True) for n, p in self._choose(layers, cfg).items()}
+        self.optimizer = self._make_optimizer()
         self._last: dict[str, Any] = {}
+
+    def _choose(self, layers: dict[str, torch.nn.Linear], cfg: TrainConfig) -> dict[str, torch.nn.Parameter]:
+        """What trains, by name."""
+        return {n: m.weight for n, m in layers.items()}
+
+    def _make_optimizer(self) -> torch.optim.Optimizer:
+        c = self.cfg
+        return torch.optim.AdamW(self.parameters.values(), c.lr, (c.beta1, c.beta2), c.eps, c.weight_decay)
+
+    def trained(self) -> list[torch.Tensor]:
+        return list(self.parameters.values())
 
     def zero_grad(self) -> None:
         self.optimizer.zero_grad(set_to_none=True)

@@ -25,7 +25,7 @@ from .optim import MissingSketchError, NonFiniteError
 from .ranks import PeerError, Ranks, outside_launch, spare_devices
 from .rollout import RolloutEngine, Rollouts, make_engine
 from .sketch import select_targets
-from .sync import Weights, full_state_bytes
+from .sync import full_state_bytes
 from .tasks import Grade, make_task
 from .train import Trainer
 
@@ -106,7 +106,7 @@ class DistributedTrainer(Trainer):
         if cfg.method == "dense" and cfg.dense.kl_control:
             raise ConfigError("dense.kl_control = True: under torchrun dense AdamW has no KL control; one process without torchrun has")
         layers = select_targets(self.model, cfg.sketch.targets)
-        self._frozen_digest = checkpoint.frozen_digest(self.model, Weights(layers))  # what does not train is whole only now
+        self._frozen_digest = checkpoint.frozen_digest(self.model, [m.weight for m in layers.values()])  # what does not train is whole only now
         shard(self.model, self.ranks, cfg.compute_dtype)
         self.method = kinds[cfg.method](self.model, cfg, self.ranks)
         self.engine = self.ranks.on_first(self._start_engine)

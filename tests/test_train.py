@@ -20,7 +20,7 @@ from logra_core.sync import SyncError
 from logra_core.tasks import Grade
 from logra_core.train import Trainer, derive_seed, main
 
-VARIANTS = ["logra", "dense", "controlled"]
+VARIANTS = ["logra", "dense", "controlled", "lora", "galore"]
 INEXACT = ("seconds", "elapsed", "peak_rss_mib")
 
 
@@ -37,6 +37,7 @@ def settings(policy, out, **changes) -> TrainConfig:
         "task": {"name": "chain_sum", "options": {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2}},
         "sketch": {"rank": 8}, "optim": {"update_ratio": 1e-2}, "kl": {"schedule": "constant", "budget": 5e-3},
         "ppo": {"prompts_per_update": 10, "microbatch": 4}, "dense": {"lr": 1e-3, "warmup": 0},
+        "lora": {"lr": 1e-2, "warmup": 0, "rank": 8, "alpha": 8.0}, "galore": {"lr": 1e-2, "warmup": 0, "rank": 8, "update_proj_gap": 2},
     }  # fmt: skip
     for key, value in changes.items():
         values[key] = values[key] | value if isinstance(value, dict) and key in values else value
@@ -204,7 +205,8 @@ def test_a_bad_number_stops_the_run_with_nothing_changed(policy, tmp_path, metho
             return backward(update, rollouts, advantages)
         stats = backward(update, rollouts, advantages)
         weight = trainer.model.model.layers[1].mlp.up_proj
-        (weight.logra_sketch if method == "logra" else weight.weight).grad.view(-1)[0] = float("nan")
+        spoilt = {"logra": lambda: weight.logra_sketch, "lora": lambda: weight.lora_B["default"].weight}.get(method, lambda: weight.weight)()
+        spoilt.grad.view(-1)[0] = float("nan")
         return stats
 
     trainer._backward = spoiled
