@@ -18,7 +18,8 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
-from .config import ConfigError, SketchConfig
+from .config import ConfigError, GaLoreConfig, SketchConfig
+from .methods_compare import compact, galore_adamw
 from .shapes import build, model_config
 from .sketch import select_targets
 
@@ -103,8 +104,9 @@ class SavedActivations:
         self._hooks.__exit__(*error)
 
 
-METHODS = ("dense", "lora", "logra")
+METHODS = ("dense", "lora", "logra")  # those of notebook 06
 SKETCHES = {"logra": {}, "two_sided": {"kind": "two_sided"}}  # methods that sketch, and their switches of SketchConfig
+COUNTED = tuple(dict.fromkeys((*METHODS, *SKETCHES, "galore")))
 
 
 @dataclass(frozen=True)
@@ -112,8 +114,8 @@ class StepMemory:
     """Bytes of one training step by category.
 
     weights: all parameters in the compute dtype, and nothing else. masters: fp32 copies of the trained weights, where those are not
-    fp32 themselves. gradients: of what trains (G, S, or those of LoRA's factors). projections: A, or LoRA's factors. optimizer:
-    its state. layers: what the decoder layers keep for backward; head: what the logits and the loss keep. peak_head, peak_layers: the
+    fp32 themselves. gradients: of what trains (G, S, or those of LoRA's factors). projections: A, LoRA's factors, or
+    GaLore's singular vectors. optimizer: its state. layers: what the decoder layers keep for backward; head: what the logits and the loss keep. peak_head, peak_layers: the
     largest total, all categories included, until the head's backward is done and afterwards. scratch: largest temporary of the
     optimizer's step. None: not measured.
     """
@@ -160,6 +162,8 @@ def measure_step(model: nn.Module, method: str, rank: int, ids: torch.Tensor, ch
     layers, head, gradients, peaks = _pass(net, ids)
     with TrackMemory() as update:
         optimizer.step()
+        if method == "galore":
+            compact(optimizer)
     kept = 0 if method in SKETCHES else update.live  # what stays of AdamW's step is its state; LoGRA's own was there before
     masters, state = _state(net, method, optimizer)
     optimizer.zero_grad(set_to_none=True)
@@ -209,8 +213,8 @@ def _simulate(name, method, rank, shape, dtype, checkpointing, backward, layers)
 
 def _prepare(model: nn.Module, method: str, rank: int, checkpointing: bool):
     """(the model to call, optimizer, undo) of a method; what trains, and nothing else, requires grad."""
-    if method not in METHODS and method not in SKETCHES:
-        raise ConfigError(f"method = {method!r}: allowed is one of {', '.join(dict.fromkeys((*METHODS, *SKETCHES)))}")
+    if method not in COUNTED:
+        raise ConfigError(f"method = {method!r}: allowed is one of {', '.join(COUNTED)}")
     if checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         model.train()  # transformers recomputes in training mode only; these models have no dropout
@@ -230,14 +234,21 @@ def _prepare(model: nn.Module, method: str, rank: int, checkpointing: bool):
     else:
         for layer in layers.values():
             layer.weight.requires_grad_(True)
-    optimizer = torch.optim.AdamW([p for p in net.parameters() if p.requires_grad], lr=1e-8, weight_decay=0.0, foreach=False)
+    trained = [p for p in net.parameters() if p.requires_grad]
+    if method == "galore":
+        optimizer = galore_adamw(trained, GaLoreConfig(lr=1e-8, rank=rank))
+    else:
+        optimizer = torch.optim.AdamW(trained, lr=1e-8, weight_decay=0.0, foreach=False)
     return net, optimizer, lambda: [f() for f in undo]
 
 
 def _projections(net: nn.Module, method: str, rank: int) -> int:
-    """Bytes of A, or Ω and Ψ (fp32, and again in the compute dtype where that differs), which are drawn here, or of LoRA's factors."""
+    """Bytes of A, or Ω and Ψ (fp32, and again in the compute dtype where that differs), which are drawn here, of LoRA's factors, or of
+    GaLore's singular vectors, which its first step will find."""
     if method == "lora":
         return storage_bytes(p for p in net.parameters() if p.requires_grad)
+    if method == "galore":
+        return sum(4 * min(rank, *p.shape) * min(p.shape) for p in net.parameters() if p.requires_grad)
     total = 0
     for target in net._logra_targets.values() if method in SKETCHES else ():
         for dtype in {torch.float32, target.weight.dtype}:
@@ -277,4 +288,7 @@ def _state(net: nn.Module, method: str, optimizer: torch.optim.Optimizer) -> tup
         return masters, optimizer_bytes(optimizer) - masters
     trained = [p for p in net.parameters() if p.requires_grad]
     masters = sum(4 * p.numel() for p in trained if p.dtype != torch.float32)
+    if method == "galore":  # two values an entry of the projected gradient
+        ranks = [min(optimizer.param_groups[0]["rank"], *p.shape) for p in trained]
+        return masters, optimizer_bytes(optimizer) or sum(8 * r * max(p.shape) for r, p in zip(ranks, trained, strict=True))
     return masters, optimizer_bytes(optimizer) or sum(8 * p.numel() + 4 for p in trained)

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from .config import ConfigError, TrainConfig
+from .config import ConfigError, GaLoreConfig, TrainConfig
 from .methods_dense import DenseMethod
 from .sync import Weights
 
@@ -89,6 +89,12 @@ def galore_classes() -> tuple[type, type]:
     return importlib.import_module(ALIAS + ".adamw").AdamW, importlib.import_module(ALIAS + ".galore_projector").GaLoreProjector
 
 
+def galore_adamw(weights: list[torch.Tensor], c: GaLoreConfig) -> torch.optim.Optimizer:
+    """The library's AdamW on weights [D, K], each gradient projected on its shorter side ("std")."""
+    group = {"params": weights, "rank": c.rank, "update_proj_gap": c.update_proj_gap, "scale": c.scale, "proj_type": "std"}
+    return galore_classes()[0]([group], c.lr, (c.beta1, c.beta2), c.eps, c.weight_decay, no_deprecation_warning=True)
+
+
 class GaLoreMethod(DenseMethod):
     """GaLore's AdamW: full gradients, moments in the subspace of their leading singular directions.
 
@@ -99,12 +105,7 @@ class GaLoreMethod(DenseMethod):
     section = "galore"
 
     def _make_optimizer(self) -> torch.optim.Optimizer:
-        c, (adamw, self._projector) = self.cfg, galore_classes()
-        group = {"params": self.trained(), "rank": c.rank} | self._drawing()
-        return adamw([group], c.lr, (c.beta1, c.beta2), c.eps, c.weight_decay, no_deprecation_warning=True)
-
-    def _drawing(self) -> dict[str, Any]:
-        return {"update_proj_gap": self.cfg.update_proj_gap, "scale": self.cfg.scale, "proj_type": "std"}
+        return galore_adamw(self.trained(), self.cfg)
 
     def _step(self, update: Any, alpha: float) -> None:
         super()._step(update, alpha)
@@ -121,7 +122,7 @@ class GaLoreMethod(DenseMethod):
         super().load_state_dict(state | {"optimizer": state["optimizer"] | {"state": restored}})
 
     def _restored(self, matrix: torch.Tensor, index: int) -> Any:
-        made = self._projector(self.cfg.rank, **self._drawing())
+        made = galore_classes()[1](self.cfg.rank, update_proj_gap=self.cfg.update_proj_gap, scale=self.cfg.scale)
         made.ortho_matrix = matrix.to(self.trained()[index].device)
         return made
 

@@ -37,7 +37,7 @@ def settings(policy, out, **changes) -> TrainConfig:
         "task": {"name": "chain_sum", "options": {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2}},
         "sketch": {"rank": 8}, "optim": {"update_ratio": 1e-2}, "kl": {"schedule": "constant", "budget": 5e-3},
         "ppo": {"prompts_per_update": 10, "microbatch": 4}, "dense": {"lr": 1e-3, "warmup": 0},
-        "lora": {"lr": 1e-2, "warmup": 0, "rank": 8, "alpha": 8.0}, "galore": {"lr": 1e-2, "warmup": 0, "rank": 8, "update_proj_gap": 2},
+        "lora": {"lr": 1e-2, "warmup": 0, "rank": 8, "alpha": 8.0}, "galore": {"lr": 1e-2, "warmup": 0, "rank": 8, "update_proj_gap": 3},
     }  # fmt: skip
     for key, value in changes.items():
         values[key] = values[key] | value if isinstance(value, dict) and key in values else value
