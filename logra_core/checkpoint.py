@@ -13,7 +13,7 @@ import fcntl
 import json
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import IO, Any
 
@@ -22,8 +22,6 @@ import torch.distributed.checkpoint as dcp
 import xxhash
 from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import DTensor
-
-from .sync import Weights
 
 FORMAT = 1
 TEMPORARY = ".tmp-"
@@ -48,9 +46,9 @@ def lock(out: Path) -> IO:
     return held
 
 
-def frozen_digest(model: torch.nn.Module, weights: Weights) -> str:
-    """Digest of everything in the model that does not train: names and bits."""
-    trained = {m.weight.data_ptr() for m in weights.modules.values()}
+def frozen_digest(model: torch.nn.Module, trained: Iterable[torch.Tensor]) -> str:
+    """Digest of everything in the model but the tensors that train: names and bits."""
+    trained = {t.data_ptr() for t in trained}
     digest = xxhash.xxh3_128()
     for name, value in sorted(model.state_dict().items()):
         if value.data_ptr() not in trained:

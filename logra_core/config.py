@@ -1,4 +1,4 @@
-"""Frozen settings of a run, one dataclass a subject; no torch, no I/O.
+"""Frozen settings of a run, one dataclass a subject; no torch, no I/O. How they check themselves is checked.py's.
 
 A bad value raises `ConfigError` at construction and names the field, the value and what is allowed.
 Defaults are the paper's published main settings (METHOD sections 3, 4 and 6); CPU-sized values are passed by the caller.
@@ -7,9 +7,10 @@ Defaults are the paper's published main settings (METHOD sections 3, 4 and 6); C
 from __future__ import annotations
 
 import dataclasses
-import math
 from dataclasses import dataclass, field
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any, get_type_hints
+
+from .checked import Checked, ConfigError, NonFiniteError  # noqa: F401  (NonFiniteError: for those who import it from here)
 
 DISTRIBUTIONS = ("rademacher", "gaussian", "orthonormal", "hadamard")
 KINDS = ("one_sided", "two_sided")
@@ -18,63 +19,15 @@ STORAGES = ("fp32", "bits", "regenerate")
 RULES = ("row_adam", "sgd", "orthogonal")
 ESTIMATORS = ("jvp", "finite_difference", "score_sketch")
 SCHEDULES = ("none", "constant", "cosine")
-METHODS = ("logra", "dense")
+METHODS = ("logra", "dense", "lora", "galore")
 ENGINES = ("transformers", "vllm")
 COMPUTE_DTYPES = ("float32", "bfloat16")
 WIRE_DTYPES = ("bfloat16", "float32")
 QWEN_LLAMA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
-class ConfigError(ValueError):
-    """A setting outside what is allowed; the message names field, value and range."""
-
-
-class NonFiniteError(FloatingPointError):
-    """A NaN or infinity was met before the step; weights and optimizer state are unchanged."""
-
-
-def _matches(value: Any, hint: Any) -> bool:
-    if hint is Any:
-        return True
-    if get_origin(hint) is tuple:
-        return isinstance(value, tuple) and all(_matches(v, get_args(hint)[0]) for v in value)
-    if get_args(hint) and get_origin(hint) is not dict:  # unions
-        return any(_matches(value, h) for h in get_args(hint))
-    if hint is float:
-        return isinstance(value, (int, float)) and not isinstance(value, bool)
-    if hint is int:
-        return isinstance(value, int) and not isinstance(value, bool)
-    return isinstance(value, get_origin(hint) or hint)
-
-
-class _Checked:
-    """Type check of every field, then the subclass's own range checks."""
-
-    def __post_init__(self) -> None:
-        hints = get_type_hints(type(self))
-        for f in dataclasses.fields(self):
-            value = getattr(self, f.name)
-            if isinstance(value, list):  # JSON and YAML have no tuples
-                object.__setattr__(self, f.name, value := tuple(value))
-            if not _matches(value, hints[f.name]):
-                raise ConfigError(f"{type(self).__name__}.{f.name} = {value!r} ({type(value).__name__}): expected {f.type}")
-            if isinstance(value, float) and not math.isfinite(value):
-                raise ConfigError(f"{type(self).__name__}.{f.name} = {value!r}: expected a finite number")
-        self._check()
-
-    def _check(self) -> None:
-        pass
-
-    def _need(self, name: str, ok: bool, allowed: str) -> None:
-        if not ok:
-            raise ConfigError(f"{type(self).__name__}.{name} = {getattr(self, name)!r}: allowed is {allowed}")
-
-    def _choice(self, name: str, allowed: tuple[str, ...]) -> None:
-        self._need(name, getattr(self, name) in allowed, "one of " + ", ".join(allowed))
-
-
 @dataclass(frozen=True)
-class SketchConfig(_Checked):
+class SketchConfig(Checked):
     """What is sketched and with which projection (METHOD sections 1 and 2; the switches of section 8 are off by default).
 
     rank: rows r of A. ranks: other values for some layers, by parts of their names (allocation.py). distribution: of A's entries.
@@ -106,7 +59,7 @@ class SketchConfig(_Checked):
 
     def _check(self) -> None:
         self._need("rank", self.rank >= 1, ">= 1")
-        valid = all(isinstance(p, str) and p.strip(".") and _matches(r, int) and r >= 1 for p, r in self.ranks.items())
+        valid = all(isinstance(p, str) and p.strip(".") and type(r) is int and r >= 1 for p, r in self.ranks.items())
         self._need("ranks", valid, "a rank >= 1 for each part of a name")
         self._choice("distribution", DISTRIBUTIONS)
         self._choice("kind", KINDS)
@@ -130,7 +83,7 @@ class SketchConfig(_Checked):
 
 
 @dataclass(frozen=True)
-class OptimConfig(_Checked):
+class OptimConfig(Checked):
     """From sketch to update (METHOD section 3). update_ratio is the optimizer's `lr`: ||update|| / ||weights||.
 
     rule: row_adam; sgd; or orthogonal, the direction with all singular values equal (as in Muon and Dion).
@@ -151,7 +104,7 @@ class OptimConfig(_Checked):
 
 
 @dataclass(frozen=True)
-class KLConfig(_Checked):
+class KLConfig(Checked):
     """Predicted-KL step control (METHOD section 4).
 
     budget: KL per update in nats (update 1); budget_end: at update `horizon` (cosine). probe_step: step of the finite
@@ -187,7 +140,7 @@ class KLConfig(_Checked):
 
 
 @dataclass(frozen=True)
-class SamplingConfig(_Checked):
+class SamplingConfig(Checked):
     """How responses are drawn. temperature 0 is greedy."""
 
     max_tokens: int = 4096
@@ -201,7 +154,7 @@ class SamplingConfig(_Checked):
 
 
 @dataclass(frozen=True)
-class TaskConfig(_Checked):
+class TaskConfig(Checked):
     """Which problems. name: a reasoning-gym dataset, a `+`-joined mixture of them, or `math`.
 
     options: passed to the reasoning-gym dataset (one dict, or {dataset name: dict} for a mixture).
@@ -227,7 +180,7 @@ class TaskConfig(_Checked):
 
 
 @dataclass(frozen=True)
-class PPOConfig(_Checked):
+class PPOConfig(Checked):
     """The RL algorithm of the main comparison (METHOD section 6).
 
     logit_chunk: tokens whose logits exist at once in forward and backward, recomputed in backward; 0: all of a microbatch.
@@ -251,8 +204,8 @@ class PPOConfig(_Checked):
 
 
 @dataclass(frozen=True)
-class DenseConfig(_Checked):
-    """AdamW on the same targets: the paper's dense baseline (METHOD section 6)."""
+class AdamConfig(Checked):
+    """AdamW with a linear warm-up of `warmup` updates, then a cosine to final_fraction · lr at update `horizon`."""
 
     lr: float = 1e-6
     beta1: float = 0.9
@@ -275,7 +228,50 @@ class DenseConfig(_Checked):
 
 
 @dataclass(frozen=True)
-class TrainConfig(_Checked):
+class DenseConfig(AdamConfig):
+    """AdamW on the same targets: the paper's dense baseline (METHOD section 6).
+
+    kl_control: scale AdamW's step to the budget of `KLConfig` (one process only). α stays below kl.alpha_max, so give a learning rate
+    far above a plain run's (1e-4): then the budget alone decides how far a step goes.
+    """
+
+    kl_control: bool = False
+
+
+@dataclass(frozen=True)
+class LoRAConfig(AdamConfig):
+    """W + (alpha / rank) B A on the same targets, A and B by AdamW, no dropout. Learning rate, rank and alpha are ours: tune them."""
+
+    lr: float = 1e-5
+    rank: int = 64
+    alpha: float = 64.0
+
+    def _check(self) -> None:
+        super()._check()
+        self._need("rank", self.rank >= 1, ">= 1")
+        self._need("alpha", self.alpha > 0, "> 0")
+
+
+@dataclass(frozen=True)
+class GaLoreConfig(AdamConfig):
+    """GaLore (arXiv 2403.03507): AdamW on the gradient projected to its `rank` leading singular directions, found anew by an SVD every
+    update_proj_gap updates (the first included); its step comes back times `scale`. Gap and scale are that paper's; lr and rank ours: tune them.
+    """
+
+    lr: float = 4e-6
+    rank: int = 64
+    update_proj_gap: int = 200
+    scale: float = 0.25
+
+    def _check(self) -> None:
+        super()._check()
+        for name in ("rank", "update_proj_gap"):
+            self._need(name, getattr(self, name) >= 1, ">= 1")
+        self._need("scale", self.scale > 0, "> 0")
+
+
+@dataclass(frozen=True)
+class TrainConfig(Checked):
     """One run. model "" is the embedded policy. eval_every 0: only before and after. out: the run's folder.
 
     engine: of the rollouts; engines: how many of them share the prompts, or engine_urls: vLLM servers that already run.
@@ -306,6 +302,8 @@ class TrainConfig(_Checked):
     kl: KLConfig = field(default_factory=KLConfig)
     ppo: PPOConfig = field(default_factory=PPOConfig)
     dense: DenseConfig = field(default_factory=DenseConfig)
+    lora: LoRAConfig = field(default_factory=LoRAConfig)
+    galore: GaLoreConfig = field(default_factory=GaLoreConfig)
     exact_kl_every: int = 0
     compute_dtype: str = "float32"
     peer_timeout: float = 1800.0

@@ -1,7 +1,7 @@
 """How far a proposed update would move the policy, before it is taken, and the step scale that keeps it to a KL budget.
 
 KL(α) ≈ α² q with q = 1/(2|P|T²) Σ_s Var_{v∼p(s)}[ż_v(s)] (METHOD section 4; the paper's Equation 6). Every estimator adds the
-update as a low-rank branch to the outputs of the target layers, so weights are never touched.
+update as a branch to the outputs of the target layers, so weights are never touched.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import contextlib
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import torch.autograd.forward_ad as fw
@@ -19,10 +20,18 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from .config import ConfigError, KLConfig
 from .optim import NonFiniteError
 from .projection import canonical_name
-from .sync import SketchUpdate
 
 CHUNK = 512  # contexts whose full-vocabulary distributions are held in float64 at a time
 LOGITS = 2**26  # logits of one forward pass of a probe (256 MiB in fp32); longer batches go in parts
+
+
+class Proposal(Protocol):
+    """W ← W − α · factor · basis of each layer, without a basis W ← W − α · factor. version: number of updates after it is applied."""
+
+    version: int
+    factors: dict[str, torch.Tensor]
+
+    def basis(self, name: str, device: torch.device) -> torch.Tensor | None: ...
 
 
 @dataclass(frozen=True)
@@ -92,7 +101,7 @@ def logit_variance(z_CV: torch.Tensor, zdot_CV: torch.Tensor, temperature: float
 
 
 @torch.no_grad()
-def exact_kl(model: nn.Module, update: SketchUpdate, probe: ProbeBatch, alpha: float, temperature: float = 1.0) -> float:
+def exact_kl(model: nn.Module, update: Proposal, probe: ProbeBatch, alpha: float, temperature: float = 1.0) -> float:
     """Mean KL(current ‖ current after α · update) over the contexts, nats, by two forward passes."""
     total = 0.0
     with _probing(model):
@@ -106,14 +115,14 @@ def exact_kl(model: nn.Module, update: SketchUpdate, probe: ProbeBatch, alpha: f
     return total / contexts
 
 
-def q_finite_difference(model: nn.Module, update: SketchUpdate, probe: ProbeBatch, step: float, temperature: float = 1.0) -> float:
+def q_finite_difference(model: nn.Module, update: Proposal, probe: ProbeBatch, step: float, temperature: float = 1.0) -> float:
     """q ≈ KL(step)/step² (the paper's 27B run). In bf16 a small step drowns in rounding; `step` is a setting to choose."""
     return exact_kl(model, update, probe, step, temperature) / step**2
 
 
 @torch.no_grad()
-def q_jvp(model: nn.Module, update: SketchUpdate, probe: ProbeBatch, temperature: float = 1.0) -> float:
-    """q by one forward-mode pass: every target adds −(x Vᵀ) Uᵀ to its output's tangent; no [D, K] tangent exists.
+def q_jvp(model: nn.Module, update: Proposal, probe: ProbeBatch, temperature: float = 1.0) -> float:
+    """q by one forward-mode pass: every target adds −(x Vᵀ) Uᵀ to its output's tangent; a sketched update needs no [D, K] tangent.
 
     Raises:
         RuntimeError: an operation of the model has no forward-mode rule (fused attention other than torch's own).
@@ -137,7 +146,7 @@ def q_jvp(model: nn.Module, update: SketchUpdate, probe: ProbeBatch, temperature
     return total / (2 * contexts * temperature**2)
 
 
-def predict_q(model: nn.Module, update: SketchUpdate, probe: ProbeBatch, config: KLConfig) -> float:
+def predict_q(model: nn.Module, update: Proposal, probe: ProbeBatch, config: KLConfig) -> float:
     """q(D) of the proposed update by the configured estimator; KL(α) ≈ α² q.
 
     Raises:
@@ -188,7 +197,17 @@ class StepController:
             return budget
         return max(budget - self.mismatch, self.config.mismatch_floor * budget)
 
-    def scale(self, model: nn.Module, update: SketchUpdate, probe: ProbeBatch) -> float:
+    def observe_and_scale(self, model: nn.Module, update: Proposal, probe: ProbeBatch, mismatch: float) -> float:
+        """`scale` with the mismatch of the same batch fed before: part of what this step may spend. An error leaves nothing behind."""
+        before = self.state_dict()
+        try:
+            self.observe_mismatch(mismatch)
+            return self.scale(model, update, probe)
+        except BaseException:
+            self.load_state_dict(before)
+            raise
+
+    def scale(self, model: nn.Module, update: Proposal, probe: ProbeBatch) -> float:
         """α of a proposed update. Without a schedule α = 1 and nothing is measured. `last` tells what was used."""
         if self.config.schedule == "none":
             alpha, q, budget = 1.0, None, math.inf
@@ -211,6 +230,11 @@ class StepController:
 
     def load_state_dict(self, state: dict) -> None:
         self.mismatch = state["mismatch"]
+
+    def metrics(self) -> dict:
+        """`last` for a log, an absent budget (no schedule) as None, and the averaged mismatch."""
+        last = {k: None if isinstance(v, float) and math.isinf(v) else v for k, v in self.last.items()}
+        return last | {"mismatch_ema": self.mismatch}
 
 
 @contextlib.contextmanager
@@ -239,8 +263,8 @@ def _context_logits(model: nn.Module, probe: ProbeBatch) -> torch.Tensor:
 
 
 @contextlib.contextmanager
-def _branch(model: nn.Module, update: SketchUpdate, step: float | None) -> Iterator[None]:
-    """Target layers return y − step · (x Vᵀ) Uᵀ; with step None the branch goes into the tangent instead (forward mode)."""
+def _branch(model: nn.Module, update: Proposal, step: float | None) -> Iterator[None]:
+    """Target layers return y − step · (x Vᵀ) Uᵀ, or y − step · x Dᵀ; with step None the branch goes into the tangent instead (forward mode)."""
     modules = {canonical_name(n): m for n, m in model.named_modules()}
     if unknown := [n for n in update.factors if n not in modules]:
         raise ConfigError(f"the update has layers the model lacks: {', '.join(unknown[:5])}")
@@ -256,9 +280,10 @@ def _branch(model: nn.Module, update: SketchUpdate, step: float | None) -> Itera
 
 
 class _BranchHook:
-    """basis: gives V [R, K]; asked at each forward, since all of a model's at once would cost what packed projections save."""
+    """basis: gives V [R, K], or None for a full change; asked at each forward, since all of a model's at once would cost what packed
+    projections save."""
 
-    def __init__(self, U_DR: torch.Tensor, basis: Callable[[], torch.Tensor], step: float | None) -> None:
+    def __init__(self, U_DR: torch.Tensor, basis: Callable[[], torch.Tensor | None], step: float | None) -> None:
         self.U_DR, self.basis, self.step = U_DR, basis, step
 
     def __call__(self, module: nn.Module, args: tuple, kwargs: dict, output: torch.Tensor) -> torch.Tensor:
@@ -271,4 +296,6 @@ class _BranchHook:
 
     def _delta(self, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         x = x.to(dtype)
-        return (x @ self.basis().to(dtype).T) @ self.U_DR.to(dtype).T
+        V_RK = self.basis()
+        P = x if V_RK is None else x @ V_RK.to(dtype).T
+        return P @ self.U_DR.to(dtype).T

@@ -19,7 +19,8 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
-from .config import ConfigError, SketchConfig
+from .config import ConfigError, GaLoreConfig, SketchConfig
+from .methods_compare import compact, galore_adamw
 from .ppo import token_logprobs
 from .projection import PackedProjection
 from .shapes import build, model_config
@@ -106,8 +107,9 @@ class SavedActivations:
         self._hooks.__exit__(*error)
 
 
-METHODS = ("dense", "lora", "logra")
+METHODS = ("dense", "lora", "logra")  # those of notebook 06
 SKETCHES = {"logra": {}, "two_sided": {"kind": "two_sided"}}  # methods that sketch, and their switches of SketchConfig
+COUNTED = tuple(dict.fromkeys((*METHODS, *SKETCHES, "galore")))
 
 
 @dataclass(frozen=True)
@@ -115,10 +117,10 @@ class StepMemory:
     """Bytes of one training step by category.
 
     weights: all parameters in the compute dtype, and nothing else. masters: fp32 copies of the trained weights, where those are not
-    fp32 themselves. gradients: of what trains (G, S, or those of LoRA's factors). projections: A, or LoRA's factors. optimizer:
-    its state. layers: what the decoder layers keep for backward; head: what the logits and the loss keep. peak_head, peak_layers: the
-    largest total, all categories included, until the head's backward is done and afterwards; peak_forward: before backward. scratch:
-    largest temporary of the optimizer's step. None: not measured.
+    fp32 themselves. gradients: of what trains (G, S, or those of LoRA's factors). projections: A, LoRA's factors, or GaLore's
+    singular vectors. optimizer: its state. layers: what the decoder layers keep for backward; head: what the logits and the loss keep.
+    peak_head, peak_layers: the largest total, all categories included, until the head's backward is done and afterwards;
+    peak_forward: before backward. scratch: largest temporary of the optimizer's step. None: not measured.
     """
 
     weights: int
@@ -167,6 +169,8 @@ def measure_step(
     layers, head, gradients, forward, peaks = _pass(net, ids, chunk=chunk)
     with TrackMemory() as update:
         optimizer.step()
+        if method == "galore":
+            compact(optimizer)
     kept = 0 if method in SKETCHES else update.live  # what stays of AdamW's step is its state; LoGRA's own was there before
     masters, state = _state(net, method, optimizer)
     optimizer.zero_grad(set_to_none=True)
@@ -223,8 +227,8 @@ def fake_model(name, method, rank, layers, dtype, checkpointing, storage="fp32",
 
 def _prepare(model: nn.Module, method: str, rank: int, checkpointing: bool, storage: str):
     """(the model to call, optimizer, undo) of a method; what trains, and nothing else, requires grad."""
-    if method not in METHODS and method not in SKETCHES:
-        raise ConfigError(f"method = {method!r}: allowed is one of {', '.join(dict.fromkeys((*METHODS, *SKETCHES)))}")
+    if method not in COUNTED:
+        raise ConfigError(f"method = {method!r}: allowed is one of {', '.join(COUNTED)}")
     if checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         model.train()  # transformers recomputes in training mode only; these models have no dropout
@@ -244,14 +248,21 @@ def _prepare(model: nn.Module, method: str, rank: int, checkpointing: bool, stor
     else:
         for layer in layers.values():
             layer.weight.requires_grad_(True)
-    optimizer = torch.optim.AdamW([p for p in net.parameters() if p.requires_grad], lr=1e-8, weight_decay=0.0, foreach=False)
+    trained = [p for p in net.parameters() if p.requires_grad]
+    if method == "galore":
+        optimizer = galore_adamw(trained, GaLoreConfig(lr=1e-8, rank=rank))
+    else:
+        optimizer = torch.optim.AdamW(trained, lr=1e-8, weight_decay=0.0, foreach=False)
     return net, optimizer, lambda: [f() for f in undo]
 
 
 def _projections(net: nn.Module, method: str, rank: int, storage: str) -> int:
-    """Bytes kept of A, or Ω and Ψ (fp32, and again in the compute dtype where that differs; or the bits), drawn here, or of LoRA's factors."""
+    """Bytes kept of A, or Ω and Ψ (fp32, and again in the compute dtype where that differs; or the bits), drawn here, of LoRA's factors,
+    or of GaLore's singular vectors, which its first step will find."""
     if method == "lora":
         return storage_bytes(p for p in net.parameters() if p.requires_grad)
+    if method == "galore":
+        return sum(4 * min(rank, *p.shape) * min(p.shape) for p in net.parameters() if p.requires_grad)
     total = 0
     for target in net._logra_targets.values() if method in SKETCHES else ():
         dtypes = {torch.float32, target.weight.dtype}
@@ -311,4 +322,7 @@ def _state(net: nn.Module, method: str, optimizer: torch.optim.Optimizer) -> tup
         return masters, optimizer_bytes(optimizer) - masters
     trained = [p for p in net.parameters() if p.requires_grad]
     masters = sum(4 * p.numel() for p in trained if p.dtype != torch.float32)
+    if method == "galore":  # two values an entry of the projected gradient
+        ranks = [min(optimizer.param_groups[0]["rank"], *p.shape) for p in trained]
+        return masters, optimizer_bytes(optimizer) or sum(8 * r * max(p.shape) for r, p in zip(ranks, trained, strict=True))
     return masters, optimizer_bytes(optimizer) or sum(8 * p.numel() + 4 for p in trained)

@@ -16,12 +16,13 @@ import torch
 import torch.autograd.forward_ad as fw
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from .config import STORAGES, ConfigError, PPOConfig, SketchConfig, TrainConfig, _Checked
+from .checked import Checked
+from .config import STORAGES, ConfigError, PPOConfig, SketchConfig, TrainConfig
 from .kl import CHUNK, LOGITS, _branch, kl_divergence, logit_variance
 from .memory import METHODS, StepMemory, TrackMemory, fake_model, simulate_step
+from .optim import AtHand
 from .projection import ProjectionSpec, input_name
 from .shapes import linear_shapes, model_config, parameters, skeleton
-from .optim import AtHand
 from .sync import SketchUpdate
 
 H100 = 79.6 * 2**30  # bytes of an H100 80GB that a program can have
@@ -30,14 +31,13 @@ CATEGORIES = ("weights", "masters", "optimizer", "projections", "gradients", "up
 
 
 @dataclass(frozen=True)
-class Layout(_Checked):
+class Layout(Checked):
     """What a GPU keeps. The defaults are those of the rule that reproduces the paper's averages.
 
     compute_copy: weights a second time in bf16, sharded like the fp32 masters. FSDP2 casts its fp32 shard as it gathers and needs none.
     frozen_masters: fp32 also of the weights that LoGRA and LoRA never train (embeddings, norms, head); else those are kept in bf16 alone.
     sketch_rows: S by rows while it accumulates, else whole on every GPU. projection: as `SketchConfig.projection_storage`.
-    shared_inputs: q, k, v and gate, up keep one A. logit_chunk: as `PPOConfig.logit_chunk`. dense_all: dense training trains all weights,
-    not the targets alone.
+    shared_inputs: q, k, v and gate, up keep one A. logit_chunk: as `PPOConfig.logit_chunk`. dense_all: dense trains all weights.
     """
 
     compute_copy: bool = True

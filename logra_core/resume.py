@@ -118,7 +118,7 @@ class Resumable:
         self._late["checkpoint"] += time.perf_counter() - started
 
     def _frozen(self) -> str:
-        return checkpoint.frozen_digest(self.model, self.method.weights)
+        return checkpoint.frozen_digest(self.model, self.method.trained())
 
     def _load(self, path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
         return checkpoint.load(path)

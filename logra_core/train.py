@@ -51,7 +51,8 @@ class Trainer(Resumable):
         s = cfg.sampling
         if s.temperature == 0 or s.top_p != 1:
             raise ConfigError(f"sampling temperature {s.temperature}, top_p {s.top_p}: training needs temperature > 0 and top_p 1")
-        if cfg.method == "logra" and cfg.kl.temperature != s.temperature:
+        controlled = cfg.method == "logra" or (cfg.method == "dense" and cfg.dense.kl_control)
+        if controlled and cfg.kl.temperature != s.temperature:
             raise ConfigError(f"kl.temperature = {cfg.kl.temperature}, sampling.temperature = {s.temperature}: must be equal")
         if cfg.threads:
             torch.set_num_threads(cfg.threads)

@@ -19,12 +19,13 @@ from . import checkpoint
 from .config import ConfigError, TrainConfig
 from .distributed import ShardedLoGRA, ShardedWeights, SharedProbe, shard
 from .kl import ProbeBatch, StepController
-from .methods import DenseMethod, LograMethod, Message, Method
+from .methods import LograMethod, Message, Method
+from .methods_dense import DenseMethod
 from .optim import MissingSketchError, NonFiniteError
 from .ranks import PeerError, Ranks, outside_launch, spare_devices
 from .rollout import RolloutEngine, Rollouts, make_engine
 from .sketch import select_targets
-from .sync import Weights, full_state_bytes
+from .sync import full_state_bytes
 from .tasks import Grade, make_task
 from .train import Trainer
 
@@ -80,6 +81,9 @@ class ShardedDenseMethod(DenseMethod):
         return Message(full_bytes(self.weights, self) or b"", full=True)
 
 
+METHODS = {"logra": ShardedLograMethod, "dense": ShardedDenseMethod}
+
+
 def full_bytes(weights: ShardedWeights, method: Method) -> bytes | None:
     """The full resync message, on rank 0; None on the others. Collective."""
     whole = weights.assembled()
@@ -90,6 +94,10 @@ class DistributedTrainer(Trainer):
     """`Trainer` over the ranks of a torchrun launch; construct and run it on every rank."""
 
     def __init__(self, cfg: TrainConfig) -> None:
+        if cfg.method not in METHODS:
+            raise ConfigError(f"method = {cfg.method!r}: allowed under torchrun is {', '.join(METHODS)}; without it all methods train")
+        if cfg.method == "dense" and cfg.dense.kl_control:
+            raise ConfigError("dense.kl_control = True: allowed under torchrun is False; without it dense AdamW trains under KL control")
         self.ranks = Ranks(cfg.peer_timeout)
         super().__init__(cfg)
         self.share_prefix = False  # a pass of its own on some ranks only would set FSDP's collectives against each other
@@ -99,13 +107,11 @@ class DistributedTrainer(Trainer):
         self.task = self.ranks.on_first(lambda: make_task(self.cfg.task))
 
     def _after_loading(self) -> None:
-        cfg, kinds = self.cfg, {"logra": ShardedLograMethod, "dense": ShardedDenseMethod}
-        if cfg.method not in kinds:
-            raise ConfigError(f"method = {cfg.method!r}: allowed under torchrun is {', '.join(kinds)}")
+        cfg = self.cfg
         layers = select_targets(self.model, cfg.sketch.targets)
-        self._frozen_digest = checkpoint.frozen_digest(self.model, Weights(layers))  # what does not train is whole only now
+        self._frozen_digest = checkpoint.frozen_digest(self.model, [m.weight for m in layers.values()])  # what does not train is whole only now
         shard(self.model, self.ranks, cfg.compute_dtype)
-        self.method = kinds[cfg.method](self.model, cfg, self.ranks)
+        self.method = METHODS[cfg.method](self.model, cfg, self.ranks)
         self.engine = self.ranks.on_first(self._start_engine)
 
     def _start_engine(self) -> RolloutEngine:

@@ -1,8 +1,9 @@
-"""Time and peak memory of one training step in one run: all weights frozen, LoGRA, dense AdamW. Not a test; prints a table.
+"""Time and peak memory of one training step in one run: all weights frozen, LoGRA, dense AdamW, LoRA, GaLore. Not a test; prints a table.
 
+GaLore's first step, with the SVD of every gradient, is timed once and shared out over the `--gap` steps that its subspace lasts.
 "products" is the floor of what LoGRA adds to the frozen pass: x Aᵀ, gᵀP and U A of every target by themselves, nothing else.
 
-    python tests/bench_step.py [--rank 64] [--rows 4] [--tokens 256] [--repeats 5]
+    python tests/bench_step.py [--rank 64] [--rows 4] [--tokens 256] [--repeats 5] [--gap 200]
 """
 
 import argparse
@@ -11,14 +12,19 @@ import statistics
 import time
 
 import torch
+from peft import LoraConfig, get_peft_model
 
 from logra_core import LoGRA, OptimConfig, SketchConfig, load_policy
+from logra_core.config import GaLoreConfig
 from logra_core.memory import TrackMemory
+from logra_core.methods_compare import compact, galore_adamw
 from logra_core.sketch import select_targets
 
+METHODS = ("frozen", "logra", "dense", "lora", "galore")
 
-def make_step(method: str, model, ids, rank: int):
-    """One forward, backward and update as a function, and the undo that takes its hooks off."""
+
+def make_step(method: str, model, ids, rank: int, kept: dict):
+    """One forward, backward and update as a function, and the undo that takes its hooks off. kept: GaLore's optimizer, from call to call."""
     targets = select_targets(model, SketchConfig().targets)
     model.requires_grad_(False)
     hook = model.get_input_embeddings().register_forward_hook(lambda m, a, o: o.requires_grad_(True))
@@ -29,6 +35,14 @@ def make_step(method: str, model, ids, rank: int):
     elif method == "dense":
         weights = [m.weight.requires_grad_(True) for m in targets.values()]
         optimizer = torch.optim.AdamW(weights, lr=1e-8, betas=(0.9, 0.95), weight_decay=0.0, foreach=True)
+    elif method == "galore":
+        weights = [m.weight.requires_grad_(True) for m in targets.values()]
+        optimizer = kept.setdefault(method, galore_adamw(weights, GaLoreConfig(lr=1e-8, rank=rank)))
+    elif method == "lora":
+        adapted = get_peft_model(model, LoraConfig(r=rank, lora_alpha=rank, lora_dropout=0.0, target_modules=list(targets)))
+        undo.append(adapted.unload)
+        factors = [p for p in model.parameters() if p.requires_grad]
+        optimizer = torch.optim.AdamW(factors, lr=1e-8, betas=(0.9, 0.95), weight_decay=0.0, foreach=True)
     else:
         optimizer = None
 
@@ -36,9 +50,17 @@ def make_step(method: str, model, ids, rank: int):
         model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
         if optimizer is not None:
             optimizer.step()
+            if method == "galore":
+                compact(optimizer)
             optimizer.zero_grad()
 
     return step, lambda: [f() for f in undo]
+
+
+def timed(function) -> float:
+    start = time.perf_counter()
+    function()
+    return time.perf_counter() - start
 
 
 def added_products(model, rank: int, count: int):
@@ -56,42 +78,44 @@ def added_products(model, rank: int, count: int):
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    for name, default in (("rank", 64), ("rows", 4), ("tokens", 256), ("repeats", 5)):
+    for name, default in (("rank", 64), ("rows", 4), ("tokens", 256), ("repeats", 5), ("gap", 200)):
         parser.add_argument(f"--{name}", type=int, default=default)
     args = parser.parse_args()
     model, _ = load_policy()
     ids = torch.randint(3, model.config.vocab_size, (args.rows, args.tokens), generator=torch.Generator().manual_seed(0))
-    methods = ("frozen", "logra", "dense")
-    times = {m: [] for m in methods}
-    peaks = {}
-    for method in methods:
-        step, undo = make_step(method, model, ids, args.rank)
+    times, peaks = {m: [] for m in METHODS}, {}
+    for method in METHODS:
         with TrackMemory() as peak:
+            step, undo = make_step(method, model, ids, args.rank, {})
             step()
             step()
         peaks[method] = peak.peak
         undo(), gc.collect()
+    kept: dict = {}
+    step, undo = make_step("galore", model, ids, args.rank, kept)
+    first = timed(step)
+    undo(), gc.collect()
     products, alone = added_products(model, args.rank, args.rows * args.tokens), []
     products()
     for _ in range(args.repeats):  # interleaved, so that a noisy minute hits all of them
-        start = time.perf_counter()
-        products()
-        alone.append(time.perf_counter() - start)
-        for method in methods:
-            step, undo = make_step(method, model, ids, args.rank)
+        alone.append(timed(products))
+        for method in METHODS:
+            step, undo = make_step(method, model, ids, args.rank, kept)
             step()
-            start = time.perf_counter()
-            step()
-            times[method].append(time.perf_counter() - start)
+            times[method].append(timed(step))
             undo(), gc.collect()
     median = {m: statistics.median(t) for m, t in times.items()}
     print(f"SmolLM2-135M, fp32, CPU, {torch.get_num_threads()} threads, {args.rows} x {args.tokens} tokens, rank {args.rank}")
-    print(f"{'':<10}{'median s':>10}{'best s':>10}{'/ frozen':>10}{'/ dense':>10}{'peak MiB above weights':>25}")
-    for m in methods:
-        print(f"{m:<10}{median[m]:>10.3f}{min(times[m]):>10.3f}{median[m] / median['frozen']:>10.3f}{median[m] / median['dense']:>10.3f}{peaks[m] / 2**20:>25.0f}")
+    print(f"{'':<10}{'median s':>10}{'best s':>10}{'/ frozen':>10}{'/ dense':>10}{'peak MiB above weights':>25}{'/ dense':>10}")
+    for m in METHODS:
+        ratios = f"{median[m] / median['frozen']:>10.3f}{median[m] / median['dense']:>10.3f}"
+        print(f"{m:<10}{median[m]:>10.3f}{min(times[m]):>10.3f}{ratios}{peaks[m] / 2**20:>25.0f}{peaks[m] / peaks['dense']:>10.3f}")
     floor = statistics.median(alone)
     print(f"{'products':<10}{floor:>10.3f}{min(alone):>10.3f}{floor / median['frozen']:>10.3f}{floor / median['dense']:>10.3f}")
-    print(f"speed-up of LoGRA over dense AdamW: {median['dense'] / median['logra']:.3f}")
+    whole = median["galore"] + (first - median["galore"]) / args.gap
+    print(f"GaLore's step with its SVDs {first:.3f} s; the mean over {args.gap} steps {whole:.3f} s, {whole / median['dense']:.3f} of dense")
+    print(f"speed-up of LoGRA over dense AdamW {median['dense'] / median['logra']:.3f}, LoRA {median['lora'] / median['logra']:.3f}, "
+          f"GaLore {whole / median['logra']:.3f}")  # fmt: skip
 
 
 if __name__ == "__main__":

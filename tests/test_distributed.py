@@ -452,6 +452,11 @@ def test_refusals_end_every_rank_by_name(policy, tmp_path):
         assert code == 2 and "is of a finished run without a checkpoint" in text
     with pytest.raises(ConfigError, match="MASTER_ADDR, MASTER_PORT not set"):
         DistributedTrainer(cfg)
+    for method in ("lora", "galore"):
+        with pytest.raises(ConfigError, match=f"method = '{method}': allowed under torchrun is logra, dense"):
+            DistributedTrainer(replace(cfg, method=method))
+    with pytest.raises(ConfigError, match="dense.kl_control = True: allowed under torchrun is False"):
+        DistributedTrainer(replace(cfg, method="dense", dense=replace(cfg.dense, kl_control=True)))
     with pytest.raises(ConfigError, match="needs torchrun"):
         Trainer(replace(cfg, compute_dtype="bfloat16"))
 

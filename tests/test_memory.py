@@ -8,7 +8,7 @@ from models import random_ids, tiny_llama
 
 from logra_core import ConfigError, SketchConfig
 from logra_core import shapes as shapes_module
-from logra_core.memory import METHODS, TrackMemory, measure_step, simulate_step, storage_bytes
+from logra_core.memory import COUNTED, METHODS, TrackMemory, measure_step, simulate_step, storage_bytes
 from logra_core.shapes import SHAPES, build, full_payload, linear_shapes, model_config, parameters, sketch_payload
 from logra_core.two_sided import accumulated, sizes
 
@@ -44,8 +44,11 @@ def test_state_by_category_follows_from_shapes():
     lora = measure_step(model, "lora", rank, ids)
     factors = sum(rank * (d + k) for d, k in layers.values())
     assert lora.gradients == lora.projections == 4 * factors and lora.optimizer == 8 * factors + 8 * len(layers)
-    assert dense.weights == logra.weights == lora.weights == storage_bytes(model.parameters())
-    for step in (dense, logra, lora):
+    galore = measure_step(model, "galore", rank, ids)
+    assert galore.projections == sum(4 * rank * min(shape) for shape in layers.values()) and galore.gradients == dense.gradients
+    assert galore.optimizer == sum(8 * rank * max(shape) for shape in layers.values()) and galore.layers == dense.layers
+    assert dense.weights == logra.weights == lora.weights == galore.weights == storage_bytes(model.parameters())
+    for step in (dense, logra, lora, galore):
         assert step.peak >= step.weights + step.optimizer + step.layers + step.head
 
 
@@ -77,12 +80,12 @@ def test_measuring_leaves_the_model_usable():
         measure_step(model, method, 2, random_ids(1, 8, 96), checkpointing=True)
     assert [n for n, _ in model.named_parameters()] == names and not model.training
     assert all(p.requires_grad and p.grad is None for p in model.parameters())
-    with pytest.raises(ConfigError, match="dense, lora, logra"):
-        measure_step(model, "galore", 2, random_ids(1, 8, 96))
+    with pytest.raises(ConfigError, match="dense, lora, logra, two_sided, galore"):
+        measure_step(model, "sgd", 2, random_ids(1, 8, 96))
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
-@pytest.mark.parametrize("method", [*METHODS, "two_sided"])
+@pytest.mark.parametrize("method", COUNTED)
 def test_simulation_equals_measurement(method, checkpointing, monkeypatch):
     monkeypatch.setitem(shapes_module.SHAPES, "small", SMALL)
     model = build(model_config("small"))

@@ -43,7 +43,7 @@ PAPER = {
     "algorithm": (128, -0.01, 0.1, 2.0),
     "sampling": (1.0, 1.0),
     "machine": ("vllm", True, "bfloat16"),
-    "dense": (1e-6, 0.9, 0.95, 1e-8, 0.0, 9, 300, 0.1),
+    "dense": (1e-6, 0.9, 0.95, 1e-8, 0.0, 9, 300, 0.1, False),
     "optimizer": ("row_adam", 6e-5, 0.95, 1e-8, "bfloat16"),
     "control": (3.0, 8, True, 0.3, 0.5),  # 8: 2 probe responses a rank, 4 ranks
 }

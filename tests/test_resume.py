@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 from models import SWITCHES
-from test_train import exact, settings
+from test_train import VARIANTS, exact, settings, variant
 from tiny import tiny_policy
 
 from logra_core import checkpoint
@@ -88,7 +88,7 @@ def result(cfg: TrainConfig) -> dict:
     """All that must be the same to the bit."""
     path = checkpoint.latest(Path(cfg.out) / "checkpoint")
     weights, state = checkpoint.load(path)
-    state["method"]["optimizer"]["param_groups"][0]["logra"].pop("run_id")  # a random name
+    state["method"]["optimizer"]["param_groups"][0].get("logra", state["method"]).pop("run_id")  # a random name
     state["config"] = {k: v for k, v in json.loads(state["config"]).items() if k != "out"}
     state.pop("elapsed")
     rows = [exact(r) for r in read_log(Path(cfg.out) / "log.jsonl")[1]]
@@ -126,24 +126,27 @@ def whole(policy, tmp_path_factory):
     return result(cfg)
 
 
-def run_settings(policy, folder: Path, switch: str = "one_sided") -> TrainConfig:
-    return settings(policy, folder / "run", updates=5, sketch={"rank": 8, "scored_responses": 6} | SWITCHES[switch])
+def run_settings(policy, folder: Path, switch: str = "one_sided", method: str = "logra") -> TrainConfig:
+    return settings(policy, folder / "run", updates=5, sketch={"rank": 8, "scored_responses": 6} | SWITCHES[switch], **variant(method))
 
 
-@pytest.mark.parametrize("switch", ["two_sided", "shared activation", "shared bits", "ranks"])
-def test_switches_killed_in_the_backward_pass(policy, tmp_path, switch):
+OTHERS = [*(("logra", s) for s in ("two_sided", "shared activation", "shared bits", "ranks")), *((m, "one_sided") for m in VARIANTS[1:])]
+
+
+@pytest.mark.parametrize(("method", "switch"), OTHERS)
+def test_switches_and_methods_killed_in_the_backward_pass(policy, tmp_path, method, switch):
     """The third update is killed half-way: its factors by value, and the projection found while scoring, are made again to the same bits."""
     for name in ("whole", "killed"):
         folder = tmp_path / name
         folder.mkdir()
-        cfg = run_settings(policy, folder, switch)
+        cfg = run_settings(policy, folder, switch, method)
         if name == "killed":
             run = Run(folder, cfg, "backward", fork=True)
             run.wait_for((folder / "marker").exists)
             run.kill()
             assert checkpoint.latest(folder / "run" / "checkpoint").name == "000002"
         Run(folder, cfg, fork=True).finish()
-    assert_same(result(cfg), result(run_settings(policy, tmp_path / "whole", switch)))
+    assert_same(result(cfg), result(run_settings(policy, tmp_path / "whole", switch, method)))
 
 
 @pytest.mark.parametrize("phase", PHASES)

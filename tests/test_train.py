@@ -12,7 +12,7 @@ from tiny import tiny_policy
 from logra_core import checkpoint
 from logra_core.config import ConfigError, SamplingConfig, TrainConfig, from_dict
 from logra_core.configfile import load_config
-from logra_core.methods import dense_lr
+from logra_core.methods_dense import dense_lr
 from logra_core.optim import NonFiniteError
 from logra_core.rollout import shared_prefix
 from logra_core.runlog import read_log
@@ -20,6 +20,7 @@ from logra_core.sync import SyncError
 from logra_core.tasks import Grade
 from logra_core.train import Trainer, derive_seed, main
 
+VARIANTS = ["logra", "dense", "controlled", "lora", "galore"]
 INEXACT = ("seconds", "elapsed", "peak_rss_mib")
 
 
@@ -36,10 +37,16 @@ def settings(policy, out, **changes) -> TrainConfig:
         "task": {"name": "chain_sum", "options": {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2}},
         "sketch": {"rank": 8}, "optim": {"update_ratio": 1e-2}, "kl": {"schedule": "constant", "budget": 5e-3},
         "ppo": {"prompts_per_update": 10, "microbatch": 4}, "dense": {"lr": 1e-3, "warmup": 0},
+        "lora": {"lr": 1e-2, "warmup": 0, "rank": 8, "alpha": 8.0}, "galore": {"lr": 1e-2, "warmup": 0, "rank": 8, "update_proj_gap": 3},
     }  # fmt: skip
     for key, value in changes.items():
         values[key] = values[key] | value if isinstance(value, dict) and key in values else value
     return from_dict(TrainConfig, values)
+
+
+def variant(method: str) -> dict:
+    """Settings of a method of the tests: its name, or `controlled` for dense AdamW under KL control."""
+    return {"method": "dense", "dense": {"kl_control": True, "lr": 1e-2}} if method == "controlled" else {"method": method}
 
 
 def exact(row: dict) -> dict:
@@ -88,12 +95,12 @@ def test_rows_say_what_happened(policy, tmp_path):
     assert end["fingerprint"] == trainer.method.weights.fingerprint() and end["pass_at_after"] == evals[-1]["pass_at"]
 
 
-@pytest.mark.parametrize("method", ["logra", "dense"])
+@pytest.mark.parametrize("method", VARIANTS)
 def test_the_same_settings_give_the_same_bits_and_another_seed_others(policy, tmp_path, method):
     results = []
     for name, seed in (("a", 0), ("b", 0), ("c", 1)):
         torch.manual_seed(hash(name) % 1000)  # the global state must not matter
-        _, end, _, rows = run(settings(policy, tmp_path / name, method=method, seed=seed), first_digit)
+        _, end, _, rows = run(settings(policy, tmp_path / name, **variant(method), seed=seed), first_digit)
         results.append((end["fingerprint"], [exact(r) for r in rows]))
     assert results[0] == results[1]
     assert results[0][0] != results[2][0]
@@ -121,12 +128,12 @@ def test_the_scoring_pass_sees_the_stated_responses(policy, tmp_path):
     trainer.close()
 
 
-@pytest.mark.parametrize("method", ["logra", "dense"])
+@pytest.mark.parametrize("method", VARIANTS)
 def test_it_learns(policy, tmp_path, method):
     changes = {"updates": 20, "eval_every": 0, "exact_kl_every": 0, "eval_problems": 64, "eval_samples": 1, "checkpoint_every": 100}
     changes |= {"ppo": {"prompts_per_update": 32, "microbatch": 16}, "kl": {"budget": 3e-2}, "sampling": {"max_tokens": 3}}
     changes |= {"eval_sampling": {"max_tokens": 3, "temperature": 1.0, "top_p": 1.0}, "dense": {"lr": 3e-3}}
-    _, end, _, rows = run(settings(policy, tmp_path, method=method, **changes), first_digit)
+    _, end, _, rows = run(settings(policy, tmp_path, **(changes | variant(method))), first_digit)
     assert end["pass_at_before"]["1"] < 0.35
     assert end["pass_at_after"]["1"] > end["pass_at_before"]["1"] + 0.3
 
@@ -189,12 +196,13 @@ def test_the_memory_switches_change_nothing_but_memory(policy, tmp_path):
             assert chunked[key] == pytest.approx(plain[key], rel=1e-4, abs=1e-7), key
 
 
-SPOILED = [(m, s, w) for m, s in (("logra", "one_sided"), ("logra", "two_sided"), ("dense", "one_sided")) for w in ("gradient", "loss")]
+METHODS = (("logra", "one_sided"), ("logra", "two_sided"), *((m, "one_sided") for m in VARIANTS[1:]))
+SPOILED = [(m, s, w) for m, s in METHODS for w in ("gradient", "loss")]
 
 
 @pytest.mark.parametrize("method, switch, where", [*SPOILED, *(("logra", "shared activation", w) for w in ("gradient", "scoring"))])
 def test_a_bad_number_stops_the_run_with_nothing_changed(policy, tmp_path, method, switch, where):
-    trainer = Trainer(settings(policy, tmp_path, method=method, updates=3, checkpoint_every=100, sketch=SWITCHES[switch]))
+    trainer = Trainer(settings(policy, tmp_path, **variant(method), updates=3, checkpoint_every=100, sketch=SWITCHES[switch]))
     backward, seen = trainer._backward, {}
 
     def spoiled(update, rollouts, advantages):
@@ -208,7 +216,8 @@ def test_a_bad_number_stops_the_run_with_nothing_changed(policy, tmp_path, metho
             return backward(update, rollouts, advantages)
         stats = backward(update, rollouts, advantages)
         weight = trainer.model.model.layers[1].mlp.up_proj
-        (weight.logra_sketch if method == "logra" else weight.weight).grad.view(-1)[0] = float("nan")
+        spoilt = {"logra": lambda: weight.logra_sketch, "lora": lambda: weight.lora_B["default"].weight}.get(method, lambda: weight.weight)()
+        spoilt.grad.view(-1)[0] = float("nan")
         return stats
 
     trainer._backward = spoiled
@@ -221,9 +230,9 @@ def test_a_bad_number_stops_the_run_with_nothing_changed(policy, tmp_path, metho
     assert trainer.method.grad_norm() == 0
 
 
-@pytest.mark.parametrize("method", ["logra", "dense"])
+@pytest.mark.parametrize("method", VARIANTS)
 def test_an_engine_out_of_step_is_never_sampled_from(policy, tmp_path, method):
-    trainer = Trainer(settings(policy, tmp_path, method=method))
+    trainer = Trainer(settings(policy, tmp_path, **variant(method)))
     update = trainer._update
 
     def meddled(number):

@@ -1,0 +1,55 @@
+"""A dataclass that checks itself at construction, and the two errors that everything here raises; no torch, no I/O."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any, get_args, get_origin, get_type_hints
+
+
+class ConfigError(ValueError):
+    """A setting outside what is allowed; the message names field, value and range."""
+
+
+class NonFiniteError(FloatingPointError):
+    """A NaN or infinity was met before the step; weights and optimizer state are unchanged."""
+
+
+def _matches(value: Any, hint: Any) -> bool:
+    if hint is Any:
+        return True
+    if get_origin(hint) is tuple:
+        return isinstance(value, tuple) and all(_matches(v, get_args(hint)[0]) for v in value)
+    if get_args(hint) and get_origin(hint) is not dict:  # unions
+        return any(_matches(value, h) for h in get_args(hint))
+    if hint is float:
+        return isinstance(value, (int, float)) and not isinstance(value, bool)
+    if hint is int:
+        return isinstance(value, int) and not isinstance(value, bool)
+    return isinstance(value, get_origin(hint) or hint)
+
+
+class Checked:
+    """Type check of every field, then the subclass's own range checks."""
+
+    def __post_init__(self) -> None:
+        hints = get_type_hints(type(self))
+        for f in dataclasses.fields(self):
+            value = getattr(self, f.name)
+            if isinstance(value, list):  # JSON and YAML have no tuples
+                object.__setattr__(self, f.name, value := tuple(value))
+            if not _matches(value, hints[f.name]):
+                raise ConfigError(f"{type(self).__name__}.{f.name} = {value!r} ({type(value).__name__}): expected {f.type}")
+            if isinstance(value, float) and not math.isfinite(value):
+                raise ConfigError(f"{type(self).__name__}.{f.name} = {value!r}: expected a finite number")
+        self._check()
+
+    def _check(self) -> None:
+        pass
+
+    def _need(self, name: str, ok: bool, allowed: str) -> None:
+        if not ok:
+            raise ConfigError(f"{type(self).__name__}.{name} = {getattr(self, name)!r}: allowed is {allowed}")
+
+    def _choice(self, name: str, allowed: tuple[str, ...]) -> None:
+        self._need(name, getattr(self, name) in allowed, "one of " + ", ".join(allowed))
