@@ -28,8 +28,8 @@ from .sync import Weights
 FORMAT = 1
 TEMPORARY = ".tmp-"
 SHARDED = "sharded tensor: "
-# settings that may change between a kill and a resume
-FREE = ("updates", "out", "eval_every", "checkpoint_every", "exact_kl_every", "peer_timeout")
+# settings that may change between a kill and a resume; servers may have moved (with another number of them other responses are drawn)
+FREE = ("updates", "out", "eval_every", "checkpoint_every", "exact_kl_every", "peer_timeout", "engine_urls")
 
 
 class CheckpointError(RuntimeError):
