@@ -94,3 +94,83 @@ def test_nothing_outlives_its_starter(tmp_path, end):
     until(lambda: not alive(gone), 60, f"{end}: processes {gone}")
     for pid in alive(pids):
         os.kill(pid, signal.SIGKILL)
+
+
+# ---------------------------------------------------------------- a run without servers
+
+
+def recipe_of(folder: Path, **changes) -> str:
+    cfg = settings(tiny_policy(folder / "policy"), folder / "run", **({"updates": 2, "checkpoint_every": 1, "threads": 1} | changes))
+    path = folder / "recipe.json"
+    path.write_text(json.dumps(asdict(cfg)))
+    return str(path)
+
+
+def test_train_shows_rows_as_they_come_and_leaves_finished_runs_alone(tmp_path):
+    launch = LaunchConfig(recipe_of(tmp_path), servers=0)
+    assert {seed: state(launch.config(seed)) for seed in (3, 4)} == {3: "new", 4: "new"}
+    seen, when = [], []
+    made = train(launch, [3], lambda seed, row: (seen.append((seed, row)), when.append(state(launch.config(3)))))
+    assert seen == [(3, row) for row in made[3]] and [r["kind"] for r in made[3]] == ["eval", "update", "update", "eval", "end"]
+    assert when[0] == "unfinished" and when[-1] == "finished"
+    header = read_log(tmp_path / "run/seed3/log.jsonl")[0]
+    assert header["config"]["seed"] == header["config"]["sketch"]["seed"] == 3
+    words = (tmp_path / "run/seed3/train.log").read_text()
+    assert "after 2 updates" in words
+    again = train(launch, [3], lambda *_: pytest.fail("nothing to do"))
+    assert again == made and (tmp_path / "run/seed3/train.log").read_text() == words
+    with pytest.raises(ConfigError, match="is of another run: ppo.clip"):
+        train(LaunchConfig(launch.recipe, ("ppo.clip=0.3",), servers=0), [3])
+    # Further updates go on from the checkpoint; a row that was dropped on the way comes once more.
+    more, seen = LaunchConfig(launch.recipe, ("updates=3",), servers=0), []
+    assert state(more.config(3)) == "unfinished"
+    train(more, [3], lambda seed, row: seen.append(row["kind"]))
+    assert seen[:5] == ["eval", "update", "update", "eval", "end"] and seen[-3:] == ["update", "eval", "end"]
+
+
+def test_a_failing_trainer_is_reported_in_its_own_words(tmp_path):
+    with pytest.raises(LaunchError, match=r"(?s)training of seed 0 ended with code \d+; .* no policy at '/no/such/folder'"):
+        train(LaunchConfig(recipe_of(tmp_path), ("model=/no/such/folder",), ranks=1, servers=0), [0])
+
+
+def test_an_interrupt_ends_every_process(tmp_path):
+    pids = []
+
+    def interrupt(seed, row):
+        pids.extend(p.pid for p in psutil.Process().children(recursive=True) if any("logra_core.train" in w for w in p.cmdline()))
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        train(LaunchConfig(recipe_of(tmp_path, updates=500), servers=0), [0], interrupt)
+    assert len(pids) >= 3 and not alive(pids)  # torchrun (below its guard) and two ranks
+
+
+@pytest.mark.parametrize(
+    ("settings", "needle"),
+    [
+        ({"ranks": 0}, "LaunchConfig.ranks = 0: allowed is >= 1"),
+        ({"servers": -1}, "servers = -1"),
+        ({"train_devices": [0]}, "none, or one for each of 2 ranks"),
+        ({"rollout_devices": [0, 1]}, "none, or one for each of 1 servers"),
+        ({"train_devices": [0, 1], "rollout_devices": [1]}, "GPUs that nothing else of the run uses"),
+        ({"start_seconds": 0}, "start_seconds = 0"),
+    ],
+)
+def test_a_bad_launch_is_refused_by_name(settings, needle):
+    with pytest.raises(ConfigError, match=needle):
+        LaunchConfig("recipe.yaml", **settings)
+
+
+def test_commands_name_servers_devices_and_folders(tmp_path):
+    launch = LaunchConfig(recipe_of(tmp_path), ranks=4, servers=2, train_devices=[0, 1, 2, 3], rollout_devices=[4, 5])
+    words = launch.command(7, ["http://127.0.0.1:1", "http://127.0.0.1:2"])
+    assert words[1:5] == ["-m", "torch.distributed.run", "--nproc-per-node", "4"] and words[-7:-5] == ["logra_core.train", launch.recipe]
+    assert words[-5:] == [
+        "seed=7", "sketch.seed=7", f"out={tmp_path}/run/seed7", "engine=vllm", "engine_urls=[http://127.0.0.1:1, http://127.0.0.1:2]",
+    ]  # fmt: skip
+    assert launch.config(7).engine == "vllm" and launch.config(7).engine_urls == ()
+    shown = tmp_path / "shown"
+    held = Guarded([sys.executable, "-c", "import os; print(os.environ['CUDA_VISIBLE_DEVICES'], os.environ['X'])"], shown, [4, 5], {"X": "y"})
+    until(lambda: held.poll() is not None, 30, "end")
+    assert (held.poll(), shown.read_text()) == (0, "4,5 y\n")
+    held.close()
