@@ -28,8 +28,10 @@ from .sync import Weights
 FORMAT = 1
 TEMPORARY = ".tmp-"
 SHARDED = "sharded tensor: "
-# settings that may change between a kill and a resume; servers may have moved (with another number of them other responses are drawn)
-FREE = ("updates", "out", "eval_every", "checkpoint_every", "exact_kl_every", "peer_timeout", "engine_urls")
+# Settings that may change between a kill and a resume. Servers may have moved (with another number of them other responses are drawn).
+FREE = (
+    "updates", "out", "eval_every", "checkpoint_every", "exact_kl_every", "peer_timeout", "engine_urls", "sketch.projection_storage",
+)  # fmt: skip
 
 
 class CheckpointError(RuntimeError):

@@ -14,6 +14,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 DISTRIBUTIONS = ("rademacher", "gaussian", "orthonormal", "hadamard")
 KINDS = ("one_sided", "two_sided")
 PROJECTIONS = ("random", "activation")
+STORAGES = ("fp32", "bits", "regenerate")
 RULES = ("row_adam", "sgd", "orthogonal")
 ESTIMATORS = ("jvp", "finite_difference")
 SCHEDULES = ("none", "constant", "cosine")
@@ -82,6 +83,8 @@ class SketchConfig(_Checked):
     instead to what the one-sided sketch of rank r accumulates. projection: activation takes A from the layers' inputs as seen in a
     scoring pass (activation.py) of `scored_responses` responses of the batch (0: all); complement: share of random rows in that A.
     share_inputs: layers that read the same input (q, k, v; gate, up) share one A and one product x Aᵀ.
+    projection_storage: how a random one-sided A is kept between its uses: fp32 (and in the compute dtype), bits (Rademacher's signs, one
+    bit an entry) or regenerate (not at all). The entries are the same; the last two pay with time at each use.
     """
 
     rank: int = 256
@@ -95,6 +98,7 @@ class SketchConfig(_Checked):
     complement: float = 0.125
     scored_responses: int = 16
     share_inputs: bool = False
+    projection_storage: str = "fp32"
 
     def _check(self) -> None:
         self._need("rank", self.rank >= 1, ">= 1")
@@ -108,6 +112,11 @@ class SketchConfig(_Checked):
         self._need("projection", self.projection == "random" or not two_sided, "random where kind is two_sided")
         self._need("projection", self.projection == "random" or self.refresh, "random where refresh is false")
         self._need("share_inputs", not (two_sided and self.share_inputs), "false where kind is two_sided (its products need x, not P)")
+        self._choice("projection_storage", STORAGES)
+        kept = self.projection_storage == "fp32"
+        self._need("projection_storage", kept or self.projection == "random", "fp32 where projection is activation (no seed gives that A)")
+        self._need("projection_storage", kept or not two_sided, "fp32 where kind is two_sided (its backward needs Ω and Ψ again)")
+        self._need("projection_storage", self.projection_storage != "bits" or self.distribution == "rademacher", "bits with rademacher only")
         self._need("seed", 0 <= self.seed < 2**63, "0 <= seed < 2**63")
         self._need("targets", len(self.targets) > 0 and all(self.targets), "at least one non-empty name")
 
@@ -208,7 +217,10 @@ class TaskConfig(_Checked):
 
 @dataclass(frozen=True)
 class PPOConfig(_Checked):
-    """The RL algorithm of the main comparison (METHOD section 6)."""
+    """The RL algorithm of the main comparison (METHOD section 6).
+
+    logit_chunk: tokens whose logits exist at once in forward and backward, recomputed in backward; 0: all of a microbatch.
+    """
 
     prompts_per_update: int = 128
     microbatch: int = 8
@@ -216,6 +228,7 @@ class PPOConfig(_Checked):
     baseline_weight: float = 0.1
     clip: float = 0.2
     tis_cap: float = 2.0
+    logit_chunk: int = 0
 
     def _check(self) -> None:
         self._need("prompts_per_update", self.prompts_per_update >= 1, ">= 1")
@@ -223,6 +236,7 @@ class PPOConfig(_Checked):
         self._need("baseline_weight", 0 < self.baseline_weight <= 1, "0 < value <= 1")
         self._need("clip", 0 < self.clip < 1, "0 < clip < 1")
         self._need("tis_cap", self.tis_cap >= 1, ">= 1")
+        self._need("logit_chunk", self.logit_chunk >= 0, ">= 0")
 
 
 @dataclass(frozen=True)

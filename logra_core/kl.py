@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -243,7 +243,7 @@ def _branch(model: nn.Module, update: SketchUpdate, step: float | None) -> Itera
     handles = []
     try:
         for name, U_DR in update.factors.items():
-            hook = _BranchHook(U_DR, update.basis(name, U_DR.device), step)
+            hook = _BranchHook(U_DR, lambda name=name, device=U_DR.device: update.basis(name, device), step)
             handles.append(modules[name].register_forward_hook(hook, with_kwargs=True))
         yield
     finally:
@@ -252,8 +252,10 @@ def _branch(model: nn.Module, update: SketchUpdate, step: float | None) -> Itera
 
 
 class _BranchHook:
-    def __init__(self, U_DR: torch.Tensor, V_RK: torch.Tensor, step: float | None) -> None:
-        self.U_DR, self.V_RK, self.step = U_DR, V_RK, step
+    """basis: gives V [R, K]; asked at each forward, since all of a model's at once would cost what packed projections save."""
+
+    def __init__(self, U_DR: torch.Tensor, basis: Callable[[], torch.Tensor], step: float | None) -> None:
+        self.U_DR, self.basis, self.step = U_DR, basis, step
 
     def __call__(self, module: nn.Module, args: tuple, kwargs: dict, output: torch.Tensor) -> torch.Tensor:
         x = args[0] if args else kwargs["input"]
@@ -265,4 +267,4 @@ class _BranchHook:
 
     def _delta(self, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         x = x.to(dtype)
-        return (x @ self.V_RK.to(dtype).T) @ self.U_DR.to(dtype).T
+        return (x @ self.basis().to(dtype).T) @ self.U_DR.to(dtype).T

@@ -6,6 +6,7 @@ A dispatch mode sees each new storage and drops it when it is freed; categories 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import weakref
 from collections.abc import Iterable
@@ -19,8 +20,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
 from .config import ConfigError, SketchConfig
+from .ppo import token_logprobs
+from .projection import PackedProjection
 from .shapes import build, model_config
-from .sketch import select_targets
+from .sketch import BITS, select_targets
 
 
 @dataclass
@@ -114,8 +117,8 @@ class StepMemory:
     weights: all parameters in the compute dtype, and nothing else. masters: fp32 copies of the trained weights, where those are not
     fp32 themselves. gradients: of what trains (G, S, or those of LoRA's factors). projections: A, or LoRA's factors. optimizer:
     its state. layers: what the decoder layers keep for backward; head: what the logits and the loss keep. peak_head, peak_layers: the
-    largest total, all categories included, until the head's backward is done and afterwards. scratch: largest temporary of the
-    optimizer's step. None: not measured.
+    largest total, all categories included, until the head's backward is done and afterwards; peak_forward: before backward. scratch:
+    largest temporary of the optimizer's step. None: not measured.
     """
 
     weights: int
@@ -128,6 +131,7 @@ class StepMemory:
     peak_head: int | None = None
     peak_layers: int | None = None
     scratch: int | None = None
+    peak_forward: int | None = None
 
     @property
     def activations(self) -> int:
@@ -147,17 +151,20 @@ class StepMemory:
         return {k: v / 2**30 for k, v in dataclasses.asdict(self).items() if v is not None}
 
 
-def measure_step(model: nn.Module, method: str, rank: int, ids: torch.Tensor, checkpointing: bool = False) -> StepMemory:
+def measure_step(
+    model: nn.Module, method: str, rank: int, ids: torch.Tensor, checkpointing: bool = False, storage: str = "fp32", chunk: int = 0
+) -> StepMemory:
     """Memory of one step of `method` on `ids` [B, T] int64, counted storage by storage; hooks and adapters are taken off again.
 
     The loss is that of a policy gradient over all positions: the tokens' log-probs from fp32 logits. The optimizer's step is taken, so
-    the trained weights change. checkpointing: recompute each decoder layer in backward.
+    the trained weights change. checkpointing: recompute each decoder layer in backward. storage, chunk: as
+    `SketchConfig.projection_storage` and `PPOConfig.logit_chunk`.
     Raises ConfigError for an unknown method.
     """
     before, weights = {n: p.requires_grad for n, p in model.named_parameters()}, storage_bytes(model.parameters())
-    net, optimizer, undo = _prepare(model, method, rank, checkpointing)
-    extra = _projections(net, method, rank)
-    layers, head, gradients, peaks = _pass(net, ids)
+    net, optimizer, undo = _prepare(model, method, rank, checkpointing, storage)
+    extra = _projections(net, method, rank, storage)
+    layers, head, gradients, forward, peaks = _pass(net, ids, chunk=chunk)
     with TrackMemory() as update:
         optimizer.step()
     kept = 0 if method in SKETCHES else update.live  # what stays of AdamW's step is its state; LoGRA's own was there before
@@ -167,32 +174,43 @@ def measure_step(model: nn.Module, method: str, rank: int, ids: torch.Tensor, ch
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(before[name])
     fixed = weights + masters + extra + state
-    return StepMemory(weights, masters, gradients, extra, state, layers, head, *(fixed + p for p in peaks), update.peak - kept)
+    return StepMemory(weights, masters, gradients, extra, state, layers, head, *(fixed + p for p in peaks), update.peak - kept, fixed + forward)
 
 
 def simulate_step(
     name: str, method: str, rank: int, tokens: int, rows: int = 1, dtype: torch.dtype = torch.bfloat16, checkpointing: bool = True,
-    backward: bool = True,
+    backward: bool = True, storage: str = "fp32", chunk: int = 0, attention: str | None = None,
 ) -> StepMemory:  # fmt: skip
     """`measure_step` for a model of `shapes.SHAPES` of any size: the same forward and backward on fake tensors, nothing allocated.
 
     Every decoder layer (every fourth, where the kinds of attention alternate) costs the same, so two shallow copies give the whole by a
     straight line. One device, no sharding. The optimizer's state follows from shapes; `scratch` is not simulated. backward: False skips
     it (linear attention without its fused kernel is slow, and keeps more than the kernel would); gradients then follow from shapes
-    and the peaks are None.
+    and the peaks are None. attention: all layers of that kind, see `shapes.model_config`.
     """
     depth, kinds = model_config(name).num_hidden_layers, getattr(model_config(name), "layer_types", None) or ()
-    shallow = (4, 8) if len(set(kinds)) > 1 else (2, 4)
-    low, high = (dataclasses.asdict(_simulate(name, method, rank, (rows, tokens), dtype, checkpointing, backward, n)) for n in shallow)
+    shallow = (4, 8) if len(set(kinds)) > 1 and attention is None else (2, 4)
+    how = (dtype, checkpointing, backward, storage, chunk, attention)
+    low, high = (dataclasses.asdict(_simulate(name, method, rank, (rows, tokens), n, *how)) for n in shallow)
     slope = (depth - shallow[0]) / (shallow[1] - shallow[0])
     return StepMemory(**{k: None if v is None else round(v + (high[k] - v) * slope) for k, v in low.items()})
 
 
-def _simulate(name, method, rank, shape, dtype, checkpointing, backward, layers) -> StepMemory:
+def _simulate(name, method, rank, shape, layers, dtype, checkpointing, backward, storage, chunk, attention) -> StepMemory:
+    with fake_model(name, method, rank, layers, dtype, checkpointing, storage, attention) as (net, optimizer, weights, extra):
+        kept, head, gradients, forward, peaks = _pass(net, torch.zeros(shape, dtype=torch.int64), backward, chunk)
+        masters, state = _state(net, method, optimizer)
+    fixed = weights + masters + extra + state
+    return StepMemory(weights, masters, gradients, extra, state, kept, head, *(fixed + p for p in peaks), peak_forward=fixed + forward)
+
+
+@contextlib.contextmanager
+def fake_model(name, method, rank, layers, dtype, checkpointing, storage="fp32", attention=None):
+    """Inside, fake tensors rule; yields (model to call, optimizer, bytes of weights, bytes of projections) of a shallow copy."""
     with torch.device("meta"):
-        model = build(model_config(name, layers), dtype).eval()
+        model = build(model_config(name, layers, attention), dtype).eval()
         weights = storage_bytes(model.parameters())
-        net, optimizer, _ = _prepare(model, method, rank, checkpointing)
+        net, optimizer, _ = _prepare(model, method, rank, checkpointing, storage)
     with FakeTensorMode():
         for module in model.modules():  # meta tensors become fake ones of a CPU, whose kernels are then imitated
             for held in (module._parameters, module._buffers):
@@ -200,14 +218,10 @@ def _simulate(name, method, rank, shape, dtype, checkpointing, backward, layers)
                     if t is not None:
                         made = torch.empty_strided(t.shape, t.stride(), dtype=t.dtype)
                         held[key] = nn.Parameter(made, t.requires_grad) if isinstance(t, nn.Parameter) else made
-        extra = _projections(net, method, rank)
-        kept, head, gradients, peaks = _pass(net, torch.zeros(shape, dtype=torch.int64), backward)
-        masters, state = _state(net, method, optimizer)
-    fixed = weights + masters + extra + state
-    return StepMemory(weights, masters, gradients, extra, state, kept, head, *(fixed + p for p in peaks))
+        yield net, optimizer, weights, _projections(net, method, rank, storage)
 
 
-def _prepare(model: nn.Module, method: str, rank: int, checkpointing: bool):
+def _prepare(model: nn.Module, method: str, rank: int, checkpointing: bool, storage: str):
     """(the model to call, optimizer, undo) of a method; what trains, and nothing else, requires grad."""
     if method not in METHODS and method not in SKETCHES:
         raise ConfigError(f"method = {method!r}: allowed is one of {', '.join(dict.fromkeys((*METHODS, *SKETCHES)))}")
@@ -219,7 +233,7 @@ def _prepare(model: nn.Module, method: str, rank: int, checkpointing: bool):
     if method in SKETCHES:
         from .optim import LoGRA
 
-        optimizer = LoGRA(model, SketchConfig(rank=rank, **SKETCHES[method]))
+        optimizer = LoGRA(model, SketchConfig(rank=rank, projection_storage=storage, **SKETCHES[method]))
         return net, optimizer, lambda: [f() for f in (optimizer.detach, *undo)]
     model.requires_grad_(False)
     if method == "lora":
@@ -234,21 +248,37 @@ def _prepare(model: nn.Module, method: str, rank: int, checkpointing: bool):
     return net, optimizer, lambda: [f() for f in undo]
 
 
-def _projections(net: nn.Module, method: str, rank: int) -> int:
-    """Bytes of A, or Ω and Ψ (fp32, and again in the compute dtype where that differs), which are drawn here, or of LoRA's factors."""
+def _projections(net: nn.Module, method: str, rank: int, storage: str) -> int:
+    """Bytes kept of A, or Ω and Ψ (fp32, and again in the compute dtype where that differs; or the bits), drawn here, or of LoRA's factors."""
     if method == "lora":
         return storage_bytes(p for p in net.parameters() if p.requires_grad)
     total = 0
     for target in net._logra_targets.values() if method in SKETCHES else ():
-        for dtype in {torch.float32, target.weight.dtype}:
-            if isinstance(target.weight, FakeTensor):  # the bits of a fake A do not matter
-                target._drawn |= {key: torch.empty(shape, dtype=dtype) for key, shape in target.draw_shapes(dtype).items()}
-            total += storage_bytes(target.draw(dtype))
+        dtypes = {torch.float32, target.weight.dtype}
+        if isinstance(target.weight, FakeTensor):
+            _fake_projection(target, dtypes)
+        if storage == "bits":
+            total += target.packed().nbytes
+        elif storage == "fp32":
+            total += sum(storage_bytes(target.draw(dtype)) for dtype in dtypes)
     return total
 
 
-def _pass(net: nn.Module, ids: torch.Tensor, backward: bool = True) -> tuple[int, int, int, list[int]]:
-    """Bytes kept by the decoder layers, by head and loss, of gradients; and the tracked peaks before and after the head's backward."""
+def _fake_projection(target, dtypes: Iterable[torch.dtype]) -> None:
+    """The bits of a fake A do not matter, its bytes do."""
+    rank, width = target.spec.rank, target.width
+    if target.storage == "bits":
+        bits = torch.empty(rank, 8 * -(-width // 64), dtype=torch.uint8)
+        target._drawn[BITS, target.weight.device] = PackedProjection(target.spec, target.name, width, bits=bits)
+    elif target.storage == "regenerate":
+        target.projection = lambda dtype=torch.float32: torch.empty(rank, width).to(dtype)
+    else:
+        for dtype in dtypes:
+            target._drawn |= {key: torch.empty(shape, dtype=dtype) for key, shape in target.draw_shapes(dtype).items()}
+
+
+def _pass(net: nn.Module, ids: torch.Tensor, backward: bool = True, chunk: int = 0) -> tuple[int, int, int, int, list[int]]:
+    """Bytes kept by the decoder layers, by head and loss, of gradients; and the tracked peaks before backward, until its head's is done, after."""
     peaks: list[int] = []
 
     def at_the_head(gradient):
@@ -259,15 +289,19 @@ def _pass(net: nn.Module, ids: torch.Tensor, backward: bool = True) -> tuple[int
         hidden = net.get_decoder()(input_ids=ids, use_cache=False).last_hidden_state
         layers = tracked.live
         hidden.register_hook(at_the_head)
-        logits = net.get_output_embeddings()(hidden).float()
-        loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
-        del logits, hidden
-        head = tracked.live - layers
+        if chunk:
+            loss = -token_logprobs(net.get_output_embeddings(), hidden[:, :-1], ids[:, 1:], chunk=chunk).mean()
+        else:
+            logits = net.get_output_embeddings()(hidden).float()
+            loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+            del logits
+        del hidden
+        head, forward = tracked.live - layers, tracked.peak
         trained = [p for p in net.parameters() if p.requires_grad]
         if not backward:
-            return layers, head, sum(p.numel() * p.element_size() for p in trained), []
+            return layers, head, sum(p.numel() * p.element_size() for p in trained), forward, []
         loss.backward()
-    return layers, head, storage_bytes(p.grad for p in trained), [*peaks, tracked.peak]
+    return layers, head, storage_bytes(p.grad for p in trained), forward, [*peaks, tracked.peak]
 
 
 def _state(net: nn.Module, method: str, optimizer: torch.optim.Optimizer) -> tuple[int, int]:

@@ -103,7 +103,7 @@ class LograMethod:
             shared = 0 if self.cfg.gradient_checkpointing else shared_prefix(part.prompt_ids)
             padded = part.padded(pad_id, skip=shared)
             with self.optimizer.observe(padded["attention_mask"], shared):
-                sequence_logprobs(self.model, padded, self.cfg.sampling.temperature, part.prompt_ids[0][:shared])
+                sequence_logprobs(self.model, padded, self.cfg.sampling.temperature, part.prompt_ids[0][:shared], self.cfg.ppo.logit_chunk)
 
     def grad_norm(self) -> float:
         """Frobenius norm over all sketches."""

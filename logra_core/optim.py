@@ -17,7 +17,7 @@ from .activation import observe
 from .config import ConfigError, NonFiniteError, OptimConfig, SketchConfig, to_dict
 from .orthogonal import orthogonal
 from .projection import ProjectionSpec
-from .sketch import Target, attach, detach
+from .sketch import AtHand, Target, attach, detach
 from .sync import SketchUpdate, Weights
 
 TINY = torch.finfo(torch.float32).tiny
@@ -101,6 +101,7 @@ class LoGRA(torch.optim.Optimizer):
 
     def _identity(self, run_id: str, version: int) -> dict:
         settings = {k: list(v) if isinstance(v, tuple) else v for k, v in to_dict(self.config).items()}
+        del settings["projection_storage"]  # changes no number
         return {"run_id": run_id, "version": version, "rule": self.optim_config.rule, "sketch": settings, "names": list(self.targets)}
 
     @property
@@ -131,13 +132,15 @@ class LoGRA(torch.optim.Optimizer):
                 "enabled first, and call the layers as modules"
             )
         group = self.param_groups[0]
-        factors, right, moments, norms = {}, {}, {}, []
+        factors, sent, moments, norms = {}, {}, {}, []
         if self.optim_config.rule == "orthogonal" or self.config.kind == "two_sided":
             # decompositions of what is not finite have no defined result
             self._refuse(self._sketch_norms(), LARGEST)
         for name, target in self.targets.items():
-            factors[name], right[name], moments[name] = self._factor(name, target, group)
-            norms.append(product_norm_sq(factors[name], right[name]))
+            factors[name], V_RK, moments[name] = self._factor(name, target, group)
+            norms.append(product_norm_sq(factors[name], V_RK))
+            if target.by_value:
+                sent[name] = V_RK
         norms = torch.stack(norms).tolist()
         self._refuse(norms, LARGEST**2)  # NaN and infinity reach the norm
         total, weights = math.sqrt(sum(norms)), math.sqrt(sum(self._weight_norms_sq()))
@@ -145,10 +148,9 @@ class LoGRA(torch.optim.Optimizer):
             raise NonFiniteError(f"norm of the weights is {weights}: nothing was changed")
         factor = group["lr"] * weights / total if total else 0.0
         torch._foreach_mul_(list(factors.values()), factor)
-        sent = {n: V_RK for n, V_RK in right.items() if self.targets[n].by_value}
         update = SketchUpdate(
             self.run_id, self.version + 1, self._spec(), factors, {n: t.width for n, t in self.targets.items()}, sent,
-            drawn={n: V_RK for n, V_RK in right.items() if n not in sent},
+            drawn=AtHand({n: t for n, t in self.targets.items() if n not in sent}),
         )  # fmt: skip
         self._pending = (update, moments, group["lr"] * weights)
         return update

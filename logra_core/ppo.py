@@ -13,9 +13,12 @@ Deltas from textbook PPO (METHOD section 6):
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
 
 
 class RunningBaseline:
@@ -51,8 +54,51 @@ def rewards_of(correct: list[bool], failure_reward: float) -> torch.Tensor:
     return torch.tensor([1.0 if c else failure_reward for c in correct], dtype=torch.float32)
 
 
+def token_logprobs(
+    head: Callable[[torch.Tensor], torch.Tensor], hidden: torch.Tensor, labels: torch.Tensor, temperature: float = 1.0, chunk: int = 0
+) -> torch.Tensor:
+    """log softmax(head(hidden) / T)[labels], fp32, the shape of `labels` int64 [..., ]; 0 where the label is -100. Differentiable.
+
+    hidden: [..., H]. chunk: that many tokens at a time, whose logits are dropped and computed again in backward; 0: all at once.
+    """
+    rows, flat = hidden.flatten(0, -2), labels.flatten()
+
+    def some(rows, flat):
+        logits = head(rows).float()
+        logits = logits if temperature == 1 else logits / temperature
+        return -F.cross_entropy(logits, flat, ignore_index=-100, reduction="none")
+
+    if not chunk:
+        return some(rows, flat).view(labels.shape)
+    again = {"use_reentrant": False, "preserve_rng_state": False}
+    parts = zip(rows.split(chunk), flat.split(chunk), strict=True)
+    return torch.cat([checkpoint(some, *part, **again) for part in parts]).view(labels.shape)
+
+
+@contextmanager
+def _head_gives_logprobs(model, labels: torch.Tensor, temperature: float, chunk: int) -> Iterator[list[torch.Tensor]]:
+    """Inside, the model's head returns the labels' log-probs [B, R, 1] in place of logits [B, R, V]. Yields what it returned.
+
+    Done within the model's forward because FSDP has the head's weight whole only there, and in its backward.
+    """
+    head, made = model.get_output_embeddings(), []
+    own, plain = head.__dict__.get("forward"), head.forward
+
+    def forward(hidden):
+        made.append(token_logprobs(plain, hidden, labels, temperature, chunk).unsqueeze(-1))
+        return made[-1]
+
+    head.forward = forward
+    try:
+        yield made
+    finally:
+        del head.forward
+        if own is not None:
+            head.forward = own
+
+
 def sequence_logprobs(
-    model, padded: dict[str, torch.Tensor], temperature: float = 1.0, prefix: torch.Tensor | None = None
+    model, padded: dict[str, torch.Tensor], temperature: float = 1.0, prefix: torch.Tensor | None = None, chunk: int = 0
 ) -> torch.Tensor:
     """Log-probs of the response tokens under `model` at `temperature`: fp32 [B, T], 0 outside `response_mask`; differentiable.
 
@@ -61,7 +107,12 @@ def sequence_logprobs(
     generation.
     prefix: int64 [P], tokens before those of `padded` that all rows share: computed once, with gradients, and exact. Not together with
     activation checkpointing, which keeps no cache.
+    chunk: tokens whose logits exist at once (`token_logprobs`); 0: all. Equal within fp32 rounding.
+    Raises:
+        ValueError: bad shapes, masks or settings; or, with a chunk, a model that changes its head's logits (scaling, soft caps).
     """
+    if chunk < 0:
+        raise ValueError(f"sequence_logprobs: chunk = {chunk!r}; allowed is >= 0")
     if not temperature > 0:
         raise ValueError(f"sequence_logprobs: temperature = {temperature!r}; allowed is > 0 (greedy rollouts were not sampled)")
     device = model.get_input_embeddings().weight.device
@@ -82,13 +133,18 @@ def sequence_logprobs(
         cache.batch_repeat_interleave(len(input_ids))
         attention_mask = F.pad(attention_mask, (shared, 0), value=1)
     positions = (attention_mask.cumsum(-1) - 1).clamp(min=0)[:, shared:]
-    logits = model(
-        input_ids=input_ids, attention_mask=attention_mask, position_ids=positions, past_key_values=cache, logits_to_keep=keep,
-        use_cache=cache is not None,
-    ).logits[:, :-1]  # the last column predicts a token that is not there
+    inputs = {"input_ids": input_ids, "attention_mask": attention_mask, "position_ids": positions, "past_key_values": cache}
+    inputs |= {"logits_to_keep": keep, "use_cache": cache is not None}
     labels = input_ids[:, first:].masked_fill(~mask[:, first:], -100)
-    logits = logits.float() if temperature == 1 else logits.float() / temperature
-    logp = -F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="none").view(labels.shape)
+    if chunk:
+        with _head_gives_logprobs(model, F.pad(labels, (0, 1), value=-100), temperature, chunk) as made:
+            logp = model(**inputs).logits
+        if len(made) != 1 or logp.shape != made[0].shape or logp.data_ptr() != made[0].data_ptr():
+            raise ValueError(f"sequence_logprobs: {type(model).__name__} changes the logits of its head, so chunk = {chunk} would be wrong; use 0")
+        logp = logp[:, :-1, 0]
+    else:
+        logits = model(**inputs).logits[:, :-1]  # the last column predicts a token that is not there
+        logp = token_logprobs(lambda z: z, logits, labels, temperature)
     return F.pad(logp, (first, 0))
 
 

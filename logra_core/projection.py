@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 import xxhash
 
 from .config import DISTRIBUTIONS, ConfigError
@@ -103,7 +105,7 @@ def make_projection(
     return torch.from_numpy(np.ascontiguousarray(values[:, columns])).to(device=device, dtype=dtype)
 
 
-def projection_digest(spec: ProjectionSpec, widths: dict[str, int], made: dict[str, torch.Tensor] | None = None) -> str:
+def projection_digest(spec: ProjectionSpec, widths: dict[str, int], made: Mapping[str, torch.Tensor] | None = None) -> str:
     """128-bit digest (hex) of the fp32 matrices A of all named layers; `made` saves drawing those it holds."""
     digest = xxhash.xxh3_128()
     for name in sorted(widths):
@@ -125,9 +127,37 @@ def _key(spec: ProjectionSpec, name: str) -> np.ndarray:
     return np.frombuffer(hashlib.blake2b(text.encode(), digest_size=16).digest(), dtype="<u8").astype(np.uint64)
 
 
+class PackedProjection:
+    """A Rademacher A[r, k] as its random bits: r·k/8 bytes (rows filled up to words of 64), unpacked when used to the bits of `make_projection`."""
+
+    def __init__(
+        self, spec: ProjectionSpec, name: str, width: int, device: torch.device | str = "cpu", bits: torch.Tensor | None = None
+    ) -> None:
+        """bits: uint8 [r, 8·ceil(k/64)], given in place of the draw."""
+        if spec.distribution != "rademacher":
+            raise ConfigError(f"distribution = {spec.distribution!r}: only rademacher can be kept as bits")
+        self.width, self.scale = width, 1.0 / math.sqrt(spec.rank)
+        self.bits = torch.from_numpy(_sign_bytes(stream_of(spec, name), spec.rank, width)).to(device) if bits is None else bits
+
+    @property
+    def nbytes(self) -> int:
+        return self.bits.nbytes
+
+    def unpack(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """A [r, k], a new tensor on the device of the bits."""
+        table = ((torch.arange(256).unsqueeze(-1) >> torch.arange(8)) & 1).to(torch.float32).mul_(2 * self.scale).sub_(self.scale)
+        table = table.to(device=self.bits.device, dtype=dtype)  # what eight bits stand for; a look-up needs no [r, k] integers
+        return F.embedding(self.bits.to(torch.int32), table).flatten(1)[:, : self.width].contiguous()
+
+
+def _sign_bytes(stream, rank: int, width: int) -> np.ndarray:
+    """Random bits, uint8 [rank, 8·words]: bit j of byte i is column 8i + j; a row starts on a word of its own."""
+    words = -(-width // 64)
+    return stream.random_raw(rank * words).astype("<u8", copy=False).view(np.uint8).reshape(rank, words * 8)
+
+
 def _rademacher(stream, rank, width, columns, dtype, device) -> torch.Tensor:
-    words = -(-width // 64)  # a row starts on a word of its own
-    packed = stream.random_raw(rank * words).astype("<u8", copy=False).view(np.uint8).reshape(rank, words * 8)
+    packed = _sign_bytes(stream, rank, width)
     start, stop, _ = columns.indices(width)
     first, last = start // 8, -(-stop // 8)
     part = torch.from_numpy(np.ascontiguousarray(packed[:, first : max(last, first)]))
@@ -154,9 +184,7 @@ def _hadamard(stream, rank: int, width: int) -> np.ndarray:
 
 def random_signs(stream: np.random.Philox, rows: int, columns: int) -> torch.Tensor:
     """The next ±1, fp32 [rows, columns]; each row starts on a word of its own, so that rows may be drawn in any number of calls."""
-    words = -(-columns // 64)
-    packed = stream.random_raw(rows * words).astype("<u8", copy=False).view(np.uint8).reshape(rows, words * 8)
-    bits = torch.from_numpy(np.unpackbits(packed, axis=1, bitorder="little", count=columns))
+    bits = torch.from_numpy(np.unpackbits(_sign_bytes(stream, rows, columns), axis=1, bitorder="little", count=columns))
     return bits.to(torch.float32).mul_(2).sub_(1)
 
 

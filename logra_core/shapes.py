@@ -37,13 +37,19 @@ SHAPES: dict[str, dict] = {
 }  # fmt: skip
 
 
-def model_config(name: str, layers: int | None = None):
-    """transformers config of a model in `SHAPES`, with another number of layers if told. ConfigError for an unknown name."""
+def model_config(name: str, layers: int | None = None, attention: str | None = None):
+    """transformers config of a model in `SHAPES`, with another number of layers, all of one kind of attention, if told.
+
+    attention: "full_attention" or "linear_attention"; for models that alternate. ConfigError for an unknown name.
+    """
     from transformers import AutoConfig
 
     if name not in SHAPES:
         raise ConfigError(f"model shape {name!r}: allowed is one of {', '.join(SHAPES)}")
-    return AutoConfig.for_model(**(SHAPES[name] | ({} if layers is None else {"num_hidden_layers": layers})))
+    settings = SHAPES[name] | ({} if layers is None else {"num_hidden_layers": layers})
+    if attention is not None:
+        settings["layer_types"] = [attention] * settings["num_hidden_layers"]
+    return AutoConfig.for_model(**settings)
 
 
 def build(config, dtype: torch.dtype = torch.float32) -> nn.Module:

@@ -9,7 +9,7 @@ The parameter's value is a zero without storage, and it stays out of `state_dict
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
 
 import torch
@@ -17,9 +17,10 @@ from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from .config import ConfigError, SketchConfig
-from .projection import NEEDS_WIDTH, ProjectionSpec, canonical_name, input_name, make_projection
+from .projection import NEEDS_WIDTH, PackedProjection, ProjectionSpec, canonical_name, input_name, make_projection
 
 SKETCH = "logra_sketch"
+BITS = "bits"  # marks the packed A among what is drawn
 
 
 class Target:
@@ -29,8 +30,8 @@ class Target:
     alive now, shared by the layers that read them with the same A, else None.
     """
 
-    def __init__(self, name: str, module: nn.Linear, spec: ProjectionSpec) -> None:
-        self.name, self.module, self.spec = name, module, spec
+    def __init__(self, name: str, module: nn.Linear, spec: ProjectionSpec, storage: str = "fp32") -> None:
+        self.name, self.module, self.spec, self.storage = name, module, spec, storage
         self.finder = None
         self.products: WeakTensorKeyDictionary | None = None
         self._drawn: dict[tuple, torch.Tensor] = {}
@@ -50,8 +51,12 @@ class Target:
         return getattr(self.module, SKETCH)
 
     def projection(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """A [R, K] of the current draw on the weight's device; drawn on first use."""
+        """A [R, K] of the current draw on the weight's device; drawn on first use, or made anew at each as `storage` says."""
         device = self.weight.device
+        if self.storage == "bits":
+            return self.packed().unpack(dtype)
+        if self.storage == "regenerate":
+            return make_projection(self.spec, self.name, self.width, dtype=dtype, device=device)
         key = (dtype, device)
         if key not in self._drawn:
             if self.finder is not None and self.finder.tokens:
@@ -60,8 +65,15 @@ class Target:
                 self._drawn[key] = make_projection(self.spec, self.name, self.width, dtype=dtype, device=device)
         return self._drawn[key]
 
+    def packed(self) -> PackedProjection:
+        """The bits of A of the current draw on the weight's device; drawn on first use."""
+        key = (BITS, self.weight.device)
+        if key not in self._drawn:
+            self._drawn[key] = PackedProjection(self.spec, self.name, self.width, self.weight.device)
+        return self._drawn[key]
+
     def draw(self, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, ...]:
-        """All random matrices of the current draw, held until the next one."""
+        """All random matrices of the current draw; held until the next one where `storage` is fp32."""
         return (self.projection(dtype),)
 
     def draw_shapes(self, dtype: torch.dtype = torch.float32) -> dict[tuple, tuple[int, int]]:
@@ -216,7 +228,7 @@ def attach(model: nn.Module, config: SketchConfig, wire_dtype: torch.dtype = tor
             if small := [n for n, m in layers.items() if m.in_features < config.rank]:
                 width = layers[small[0]].in_features
                 raise ConfigError(f"SketchConfig.rank = {config.rank}: orthonormal rows need rank <= inputs, but {small[0]!r} has {width}")
-        targets = {n: Target(n, m, spec) for n, m in layers.items()}
+        targets = {n: Target(n, m, spec, config.projection_storage) for n, m in layers.items()}
     for members in _readers(targets, config.share_inputs):
         if config.share_inputs:
             members[0].products = WeakTensorKeyDictionary()
@@ -225,7 +237,7 @@ def attach(model: nn.Module, config: SketchConfig, wire_dtype: torch.dtype = tor
 
             members[0].finder = RangeFinder(spec, members[0].name, members[0].width, config.complement, wire_dtype)
         for target in members:
-            target.products, target.finder = members[0].products, members[0].finder
+            target.products, target.finder, target._drawn = members[0].products, members[0].finder, members[0]._drawn
     model._logra_requires_grad = {n: p.requires_grad for n, p in model.named_parameters()}
     model.requires_grad_(False)
     for target in targets.values():
@@ -249,6 +261,27 @@ def detach(model: nn.Module) -> None:
     for attribute in ("_logra_targets", "_logra_embedding_hook", "_logra_requires_grad"):
         if hasattr(model, attribute):
             delattr(model, attribute)
+
+
+class AtHand(Mapping):
+    """name -> A [R, K] fp32 of the targets' current draw as they keep it: stored, or unpacked at each look-up; regenerated ones are left out.
+
+    Holds what was drawn, so that it stays the same after the targets are redrawn.
+    """
+
+    def __init__(self, targets: dict[str, Target]) -> None:
+        kept = {"fp32": Target.projection, "bits": Target.packed}
+        self._kept = {n: kept[t.storage](t) for n, t in targets.items() if t.storage in kept}
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        A_RK = self._kept[name]
+        return A_RK.unpack() if isinstance(A_RK, PackedProjection) else A_RK
+
+    def __iter__(self):
+        return iter(self._kept)
+
+    def __len__(self) -> int:
+        return len(self._kept)
 
 
 def target_table(targets: dict[str, Target]) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -48,7 +48,7 @@ class SketchUpdate:
     bases: dict[str, torch.Tensor] = field(default_factory=dict)
     fingerprint: str = ""
     rounded: bool = False
-    drawn: dict[str, torch.Tensor] = field(default_factory=dict, repr=False)  # A at hand already; saves drawing it again
+    drawn: Mapping[str, torch.Tensor] = field(default_factory=dict, repr=False)  # A at hand already; saves drawing it again
 
     def basis(self, name: str, device: torch.device | str = "cpu") -> torch.Tensor:
         """V [R, K] fp32 of a layer."""

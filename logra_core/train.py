@@ -194,7 +194,7 @@ class Trainer(Resumable):
         shared = shared_prefix(part.prompt_ids) if self.share_prefix else 0
         padded = part.padded(self.pad_id, skip=shared)
         mask, rollout_logp = padded["response_mask"], padded["rollout_logprobs"]
-        logp = sequence_logprobs(self.model, padded, self.cfg.sampling.temperature, part.prompt_ids[0][:shared])
+        logp = sequence_logprobs(self.model, padded, self.cfg.sampling.temperature, part.prompt_ids[0][:shared], cfg.logit_chunk)
         moved = (x.to(logp.device) for x in (rollout_logp, advantages[rows], mask))
         loss, stats = ppo_loss(logp, *moved, rollouts.tokens, cfg.clip, cfg.tis_cap)
         loss.backward()

@@ -20,6 +20,8 @@ SWITCHES = {
     "shared": {"share_inputs": True},
     "shared activation": {"projection": "activation", "share_inputs": True},
     "hadamard": {"distribution": "hadamard"},
+    "shared bits": {"projection_storage": "bits", "share_inputs": True},
+    "regenerate": {"projection_storage": "regenerate"},
 }
 
 

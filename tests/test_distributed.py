@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 import torch
 from launch import Launch, free_port
-from models import policy_loss, probe_batch, random_ids, real_llm, tiny_llama
+from models import SWITCHES, policy_loss, probe_batch, random_ids, real_llm, tiny_llama
 from test_train import exact, first_digit, settings
 from tiny import tiny_policy
 
@@ -75,7 +75,7 @@ def microbatch(model, i: int) -> torch.Tensor:
 
 
 def settings_of(kind: str = "tiny"):
-    return SketchConfig(rank=8), OptimConfig(rule="sgd" if kind == "sgd" else "row_adam", update_ratio=1e-2, wire_dtype="float32")
+    return SketchConfig(rank=8, projection_storage="bits" if kind == "bits" else "fp32"), OptimConfig(rule="sgd" if kind == "sgd" else "row_adam", update_ratio=1e-2, wire_dtype="float32")
 
 
 def single_steps(kind: str, checkpointing: bool, microbatches: int, updates: int) -> list[dict]:
@@ -155,7 +155,7 @@ def whole_steps():
 
 @pytest.mark.parametrize(
     ("kind", "checkpointing", "world"),
-    [("tiny", False, 2), ("tiny", True, 3), ("tiny", True, 4), ("odd", True, 2), ("odd", False, 3), ("odd", True, 4), ("sgd", True, 3)],
+    [("tiny", False, 2), ("tiny", True, 3), ("tiny", True, 4), ("odd", True, 2), ("odd", False, 3), ("odd", True, 4), ("sgd", True, 3), ("bits", True, 2)],
 )
 def test_ranks_compute_what_one_process_does(whole_steps, tmp_path, kind, checkpointing, world):
     # 5 microbatches of unequal length, 3 probe rows: some rank is idle in one round, and at 4 ranks one has no context at all.
@@ -405,6 +405,15 @@ def test_a_run_goes_on_with_other_numbers_of_ranks(policy, whole_runs, tmp_path,
         before = (tmp_path / "run" / "log.jsonl").read_bytes()
         assert Launch(2, train, tmp_path / "finished", cfg).results() == [("end", 5)] * 2
         assert (tmp_path / "run" / "log.jsonl").read_bytes() == before
+
+
+def test_ranks_with_little_memory_train_as_one_process_does(policy, tmp_path):
+    """Logits in chunks, whose head is gathered again in backward, and shared projections kept as bits."""
+    little = {"ppo": {"logit_chunk": 5}, "sketch": SWITCHES["shared bits"], "updates": 2, "eval_every": 0}
+    alone, cfg = (run_settings(policy, tmp_path / name, **little) for name in ("alone", "ranks"))
+    train_alone(alone)
+    assert Launch(2, train, tmp_path / "launch", cfg).results() == [("end", 2)] * 2
+    assert_same_run(outcome(cfg), outcome(alone))
 
 
 def test_torchrun_is_the_whole_launch(policy, tmp_path):

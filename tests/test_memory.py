@@ -95,6 +95,20 @@ def test_simulation_equals_measurement(method, checkpointing, monkeypatch):
         assert fake[name] == pytest.approx(value, rel=0.02), name
 
 
+@pytest.mark.parametrize(("method", "settings"), [("dense", {"chunk": 5}), ("logra", {"chunk": 5, "storage": "bits"}), ("logra", {"storage": "regenerate"})])
+def test_simulation_equals_measurement_with_the_switches(method, settings, monkeypatch):
+    monkeypatch.setitem(shapes_module.SHAPES, "small", SMALL | {"vocab_size": 2048})
+    model, ids = build(model_config("small")), random_ids(2, 24, 96)
+    real = measure_step(model.eval(), method, 40, ids, True, **settings)
+    fake = simulate_step("small", method, 40, 24, rows=2, dtype=torch.float32, **settings)
+    assert dataclasses.replace(real, scratch=None) == fake
+    plain = measure_step(model.eval(), method, 40, ids, True)
+    if "chunk" in settings:
+        assert real.peak_head - real.state < 0.5 * (plain.peak_head - plain.state)
+    if method == "logra":
+        assert real.projections <= plain.projections / 16 and real.gradients == plain.gradients  # 32 entries of inputs fill half a word
+
+
 def test_masters_are_counted_for_bf16_weights(monkeypatch):
     monkeypatch.setitem(shapes_module.SHAPES, "small", SMALL)
     trained = full_payload(linear_shapes("small"), 1)

@@ -130,7 +130,7 @@ def run_settings(policy, folder: Path, switch: str = "one_sided") -> TrainConfig
     return settings(policy, folder / "run", updates=5, sketch={"rank": 8, "scored_responses": 6} | SWITCHES[switch])
 
 
-@pytest.mark.parametrize("switch", ["two_sided", "shared activation"])
+@pytest.mark.parametrize("switch", ["two_sided", "shared activation", "shared bits"])
 def test_switches_killed_in_the_backward_pass(policy, tmp_path, switch):
     """The third update is killed half-way: its factors by value, and the projection found while scoring, are made again to the same bits."""
     for name in ("whole", "killed"):

@@ -178,6 +178,17 @@ def test_activation_checkpointing_changes_nothing_but_memory(policy, tmp_path, s
     assert kept.run()["update"] == 4
 
 
+def test_the_memory_switches_change_nothing_but_memory(policy, tmp_path):
+    """A as bits: the same bits. Logits in chunks, with and without a shared prefix: one update is the same up to rounding."""
+    plain = run(settings(policy, tmp_path / "plain", updates=1))[3][1]
+    bits = run(settings(policy, tmp_path / "bits", updates=1, sketch={"projection_storage": "bits"}))[3][1]
+    assert exact(bits) == exact(plain) | {k: bits[k] for k in ("run_id",) if k in bits}
+    for checkpointing in (False, True):
+        chunked = run(settings(policy, tmp_path / f"c{checkpointing}", updates=1, ppo={"logit_chunk": 5}, gradient_checkpointing=checkpointing))[3][1]
+        for key in ("loss", "logprob", "grad_norm", "q", "exact_kl"):
+            assert chunked[key] == pytest.approx(plain[key], rel=1e-4, abs=1e-7), key
+
+
 SPOILED = [(m, s, w) for m, s in (("logra", "one_sided"), ("logra", "two_sided"), ("dense", "one_sided")) for w in ("gradient", "loss")]
 
 
@@ -258,7 +269,8 @@ def test_resume_refuses_other_settings_by_name_and_accepts_more_updates(policy, 
     assert read_log(tmp_path / "log.jsonl")[1] == rows
     assert Trainer(cfg).run() == end  # finished: nothing to do, nothing written
     assert read_log(tmp_path / "log.jsonl")[1] == rows
-    _, longer, _, more = run(dataclasses.replace(cfg, updates=6, eval_every=3, checkpoint_every=1))
+    sketch = dataclasses.replace(cfg.sketch, projection_storage="bits")  # the same A, kept otherwise from here on
+    _, longer, _, more = run(dataclasses.replace(cfg, updates=6, eval_every=3, checkpoint_every=1, sketch=sketch))
     _, whole, _, all_rows = run(settings(policy, tmp_path / "whole", updates=6, eval_every=2, checkpoint_every=2))
     assert longer["fingerprint"] == whole["fingerprint"] != end["fingerprint"]
     kept = [exact(r) for r in more if r["kind"] == "update"]
