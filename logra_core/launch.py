@@ -1,12 +1,14 @@
 """A whole run from one place: vLLM servers, `torchrun -m logra_core.train` that uses them, its log as it grows, and the end of it all.
 
 Belongs here: which processes a run has, where they go, and what is said when one fails. Every process is guarded (guard.py): none outlives
-the one that called `train`, however that ends. Whether a run can work here at all is preflight.py's question.
+the one that called `train`, however that ends; `python -m logra_core.launch RECIPE` is such a caller. Whether a run can work here at all is preflight.py's question.
 """
 
 from __future__ import annotations
 
+import argparse
 import contextlib
+import json
 import os
 import socket
 import subprocess
@@ -39,8 +41,9 @@ class LaunchConfig(_Checked):
     """A recipe and the processes that run it.
 
     recipe: file of settings. overrides: `dotted.key=value`. ranks: processes that train. servers: vLLM servers that draw the responses,
-    one GPU each (0: the engine that the recipe names, inside rank 0). train_devices, rollout_devices: GPUs by number, one a rank and one a
-    server; empty: CPU. server_options: further settings of the servers, by vLLM's long names. start_seconds: for a server to come up.
+    one GPU each (0: what the recipe names, an engine inside rank 0 or servers that run already). train_devices, rollout_devices: GPUs by number, one a rank and one a
+    server; empty: CPU. kv_cache_gib: of a server, for keys and values. server_options: its further settings, by vLLM's long names.
+    start_seconds: for all servers to come up.
     """
 
     recipe: str
@@ -49,6 +52,7 @@ class LaunchConfig(_Checked):
     servers: int = 1
     train_devices: tuple[int, ...] = ()
     rollout_devices: tuple[int, ...] = ()
+    kv_cache_gib: float = 1.0
     server_options: dict = field(default_factory=dict)
     start_seconds: float = 600.0
 
@@ -59,6 +63,7 @@ class LaunchConfig(_Checked):
         self._need("rollout_devices", len(self.rollout_devices) in (0, self.servers), f"none, or one for each of {self.servers} servers")
         devices = [*self.train_devices, *self.rollout_devices]
         self._need("rollout_devices", len(set(devices)) == len(devices), "GPUs that nothing else of the run uses")
+        self._need("kv_cache_gib", self.kv_cache_gib > 0, "> 0")
         self._need("start_seconds", self.start_seconds > 0, "> 0")
 
     def arguments(self, seed: int, urls: Sequence[str] = ()) -> list[str]:
@@ -70,6 +75,14 @@ class LaunchConfig(_Checked):
     def config(self, seed: int) -> TrainConfig:
         """All settings of one seed's run. Raises ConfigError for a bad one."""
         return load_config(self.recipe, self.arguments(seed))
+
+    def serving(self, port: int, cfg: TrainConfig) -> list[str]:
+        """The command line of one server. Room for keys and values is given, not measured: the masters come with the first message."""
+        from .policy import embedded_policy
+        from .rollout_server import serve_command
+
+        options = {"kv_cache_memory_bytes": int(self.kv_cache_gib * 2**30)} | ({} if self.rollout_devices else {"enforce_eager": True})
+        return serve_command(cfg.model or embedded_policy(), port, **(options | self.server_options))
 
     def command(self, seed: int, urls: Sequence[str] = ()) -> list[str]:
         """The torchrun command line of one seed's run."""
@@ -123,16 +136,13 @@ class Servers:
     """vLLM servers with the `logra` backend, up when construction returns. A context manager; `close` ends them."""
 
     def __init__(self, launch: LaunchConfig, cfg: TrainConfig, folder: Path) -> None:
-        from .policy import embedded_policy
-        from .rollout_server import serve_command
-
         self.urls, self._all = [], []
         end = time.monotonic() + launch.start_seconds
         try:
             for i in range(launch.servers):
                 port = free_port()
-                command = serve_command(cfg.model or embedded_policy(), port, **launch.server_options)
-                self._all.append(Guarded(command, folder / f"server{i}.log", launch.rollout_devices[i : i + 1], SERVER_ENVIRONMENT))
+                devices = launch.rollout_devices[i : i + 1]
+                self._all.append(Guarded(launch.serving(port, cfg), folder / f"server{i}.log", devices, SERVER_ENVIRONMENT))
                 self.urls.append(f"http://127.0.0.1:{port}")
             while not all(map(_healthy, self.urls)):
                 self.check()
@@ -247,3 +257,32 @@ def _rows(trainer: Guarded, log: Path) -> Iterator[dict]:
         ended = trainer.poll() is not None
         if not ended:
             time.sleep(POLL)
+
+
+# ------------------------------------------------------------------ command line
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m logra_core.launch", description="Start vLLM servers and train with them under torchrun.")
+    parser.add_argument("recipe")
+    parser.add_argument("overrides", nargs="*", metavar="dotted.key=value")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0])
+    for name, kind, default in (("ranks", int, 4), ("servers", int, 4), ("kv-cache-gib", float, 1.0)):
+        parser.add_argument(f"--{name}", type=kind, default=default)
+    parser.add_argument("--train-devices", type=int, nargs="*", default=[])
+    parser.add_argument("--rollout-devices", type=int, nargs="*", default=[])
+    parser.add_argument("--server-options", type=json.loads, default={}, metavar="JSON")
+    given = vars(parser.parse_intermixed_args(arguments))
+    seeds = given.pop("seeds")
+    try:
+        made = train(LaunchConfig(**given), seeds)
+    except (ConfigError, LaunchError, FileNotFoundError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    for seed, rows in made.items():
+        print(f"seed {seed}: " + ", ".join(f"Pass@{k} {rows[-1]['pass_at_before'][k]:.3f} -> {v:.3f}" for k, v in rows[-1]["pass_at_after"].items()))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
