@@ -1,7 +1,8 @@
 """A whole run from one place: vLLM servers, `torchrun -m logra_core.train` that uses them, its log as it grows, and the end of it all.
 
 Belongs here: which processes a run has, where they go, and what is said when one fails. Every process is guarded (guard.py): none outlives
-the one that called `train`, however that ends; `python -m logra_core.launch RECIPE` is such a caller. Whether a run can work here at all is preflight.py's question.
+the one that called `train`, however that ends; `python -m logra_core.launch RECIPE` is such a caller. Whether a run can work here at all
+is preflight.py's question.
 """
 
 from __future__ import annotations
@@ -262,7 +263,8 @@ def _rows(trainer: Guarded, log: Path) -> Iterator[dict]:
 # ------------------------------------------------------------------ command line
 
 
-def main(arguments: list[str] | None = None) -> int:
+def parse(arguments: list[str] | None = None) -> tuple[LaunchConfig, list[int]]:
+    """What the command line asks for: processes and seeds."""
     parser = argparse.ArgumentParser(prog="python -m logra_core.launch", description="Start vLLM servers and train with them under torchrun.")
     parser.add_argument("recipe")
     parser.add_argument("overrides", nargs="*", metavar="dotted.key=value")
@@ -274,8 +276,12 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--server-options", type=json.loads, default={}, metavar="JSON")
     given = vars(parser.parse_intermixed_args(arguments))
     seeds = given.pop("seeds")
+    return LaunchConfig(**given), seeds
+
+
+def main(arguments: list[str] | None = None) -> int:
     try:
-        made = train(LaunchConfig(**given), seeds)
+        made = train(*parse(arguments))
     except (ConfigError, LaunchError, FileNotFoundError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
