@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -174,3 +174,59 @@ def test_commands_name_servers_devices_and_folders(tmp_path):
     until(lambda: held.poll() is not None, 30, "end")
     assert (held.poll(), shown.read_text()) == (0, "4,5 y\n")
     held.close()
+
+
+# ---------------------------------------------------------------- the notebooks, killed and run again
+
+
+def nbrun(notebook: str, out: Path, log: Path, executed: Path) -> subprocess.Popen:
+    words = [sys.executable, "-m", "logra_core.nbrun", str(ROOT / "notebooks" / f"{notebook}.ipynb"), "-o", str(executed), "-p", "out", str(out)]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "LOGRA_FIGURES": str(executed), "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(words, env=environment, stdout=log.open("ab"), stderr=subprocess.STDOUT, start_new_session=True, cwd=log.parent)
+
+
+def whole_notebook(notebook: str, folder: Path, out: Path) -> list[dict]:
+    """Rows of the log once the notebook has run to its end."""
+    process = nbrun(notebook, out, folder / "nbrun.log", folder / "executed")
+    try:
+        assert process.wait(480) == 0, (folder / "nbrun.log").read_text()[-3000:]
+    finally:
+        if process.poll() is None:
+            process.terminate()
+            process.wait()
+    return read_log(out / "seed0/log.jsonl")[1]
+
+
+def killed_in_the_middle(notebook: str, folder: Path, out: Path) -> None:
+    """Run the notebook, and kill it without warning in update 2, after the checkpoint of update 1."""
+    process = nbrun(notebook, out, folder / "killed.log", folder / "executed")
+    try:
+        def saved() -> bool:
+            assert process.poll() is None, (folder / "killed.log").read_text()[-3000:]
+            return (out / "seed0/checkpoint/000001").is_dir()
+
+        until(saved, 400, "checkpoint of update 1")
+        tree = psutil.Process(process.pid).children(recursive=True)
+        names = [" ".join(p.cmdline()) for p in tree]
+        for part, least in (("ipykernel_launcher", 1), ("guard.py", 2), ("vllm.entrypoints", 2), ("logra_core.train", 4)):
+            assert sum(part in n for n in names) >= least, names
+    finally:
+        kernels = [p for p in psutil.Process(process.pid).children()]
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        for kernel in kernels:
+            os.killpg(kernel.pid, signal.SIGKILL)  # a session of its own
+    until(lambda: not alive([p.pid for p in tree]), 60, f"end of {[n for n, p in zip(names, tree) if alive([p.pid])]}")
+    assert sorted(p.name for p in (out / "seed0/checkpoint").glob("[0-9]*")) == ["000001"]  # so it was update 2 that was cut
+
+
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed: make vllm")
+@pytest.mark.parametrize("notebook", ["11_ppo_h100_math", "12_ppo_h100_27b"])
+def test_a_notebook_killed_in_an_update_goes_on_to_the_same_end(tmp_path, notebook):
+    """Two FSDP ranks and a real vLLM server, gone at once; run again, every row is that of the run that nobody killed."""
+    killed_in_the_middle(notebook, tmp_path, tmp_path / "killed")
+    resumed = whole_notebook(notebook, tmp_path, tmp_path / "killed")
+    if notebook.startswith("11"):
+        assert [exact(r) for r in resumed] == [exact(r) for r in whole_notebook(notebook, tmp_path, tmp_path / "unbroken")]
+    assert [(r["kind"], r["update"]) for r in resumed] == [("eval", 0), ("update", 1), ("update", 2), ("update", 3), ("eval", 3), ("end", 3)]
+    assert resumed[-1]["fingerprint"] == resumed[-2]["fingerprint"] != resumed[0]["fingerprint"]
