@@ -22,6 +22,8 @@ from logra_core.launch import Guarded, LaunchConfig, LaunchError, Servers, state
 from logra_core.runlog import read_log
 
 ROOT = Path(__file__).resolve().parents[1]
+RECIPES = {"11_ppo_h100_math": "ci_math.yaml", "12_ppo_h100_27b": "ci_gym.yaml"}
+LIMIT = 900  # seconds for any part of a notebook; on two quiet cores a tenth of it is needed
 # Writes its pid and those of a child and of a grandchild in another session whose parent is gone; none of them heeds SIGTERM.
 STUBBORN = """
 import os, signal, subprocess, sys, time
@@ -176,57 +178,73 @@ def test_commands_name_servers_devices_and_folders(tmp_path):
     held.close()
 
 
-# ---------------------------------------------------------------- the notebooks, killed and run again
-
-
-def nbrun(notebook: str, out: Path, log: Path, executed: Path) -> subprocess.Popen:
-    words = [sys.executable, "-m", "logra_core.nbrun", str(ROOT / "notebooks" / f"{notebook}.ipynb"), "-o", str(executed), "-p", "out", str(out)]
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "LOGRA_FIGURES": str(executed), "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(words, env=environment, stdout=log.open("ab"), stderr=subprocess.STDOUT, start_new_session=True, cwd=log.parent)
-
-
-def whole_notebook(notebook: str, folder: Path, out: Path) -> list[dict]:
-    """Rows of the log once the notebook has run to its end."""
-    process = nbrun(notebook, out, folder / "nbrun.log", folder / "executed")
-    try:
-        assert process.wait(480) == 0, (folder / "nbrun.log").read_text()[-3000:]
-    finally:
-        if process.poll() is None:
-            process.terminate()
-            process.wait()
-    return read_log(out / "seed0/log.jsonl")[1]
-
-
-def killed_in_the_middle(notebook: str, folder: Path, out: Path) -> None:
-    """Run the notebook, and kill it without warning in update 2, after the checkpoint of update 1."""
-    process = nbrun(notebook, out, folder / "killed.log", folder / "executed")
-    try:
-        def saved() -> bool:
-            assert process.poll() is None, (folder / "killed.log").read_text()[-3000:]
-            return (out / "seed0/checkpoint/000001").is_dir()
-
-        until(saved, 400, "checkpoint of update 1")
-        tree = psutil.Process(process.pid).children(recursive=True)
-        names = [" ".join(p.cmdline()) for p in tree]
-        for part, least in (("ipykernel_launcher", 1), ("guard.py", 2), ("vllm.entrypoints", 2), ("logra_core.train", 4)):
-            assert sum(part in n for n in names) >= least, names
-    finally:
-        kernels = [p for p in psutil.Process(process.pid).children()]
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-        for kernel in kernels:
-            os.killpg(kernel.pid, signal.SIGKILL)  # a session of its own
-    until(lambda: not alive([p.pid for p in tree]), 60, f"end of {[n for n, p in zip(names, tree) if alive([p.pid])]}")
-    assert sorted(p.name for p in (out / "seed0/checkpoint").glob("[0-9]*")) == ["000001"]  # so it was update 2 that was cut
+# ---------------------------------------------------------------- servers
 
 
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed: make vllm")
-@pytest.mark.parametrize("notebook", ["11_ppo_h100_math", "12_ppo_h100_27b"])
-def test_a_notebook_killed_in_an_update_goes_on_to_the_same_end(tmp_path, notebook):
-    """Two FSDP ranks and a real vLLM server, gone at once; run again, every row is that of the run that nobody killed."""
-    killed_in_the_middle(notebook, tmp_path, tmp_path / "killed")
-    resumed = whole_notebook(notebook, tmp_path, tmp_path / "killed")
+def test_a_server_that_fails_or_is_slow_is_reported_and_ended(tmp_path):
+    launch = LaunchConfig(recipe_of(tmp_path), ("model=/no/such/folder",), start_seconds=300)
+    with pytest.raises(LaunchError, match=r"(?s)vLLM server 0 ended with code \d+:.*/no/such/folder"):
+        Servers(launch, launch.config(0), tmp_path)
+    slow = LaunchConfig(launch.recipe, start_seconds=1)
+    with pytest.raises(LaunchError, match="vLLM server 0 is not up after 1 s"):
+        Servers(slow, slow.config(0), tmp_path)
+    assert not psutil.Process().children(recursive=True)
+
+
+# ---------------------------------------------------------------- the notebooks, killed and run again
+
+
+def nbrun(notebook: str, out: Path, log: Path, updates: int) -> subprocess.Popen:
+    given = {"out": out, "updates": updates, "recipe": ROOT / "data" / "recipes" / RECIPES[notebook]}
+    words = [sys.executable, "-m", "logra_core.nbrun", str(ROOT / "notebooks" / f"{notebook}.ipynb"), "-o", str(log.parent / "executed")]
+    words += [w for name, value in given.items() for w in ("-p", name, str(value))]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "LOGRA_FIGURES": str(log.parent), "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(words, env=environment, stdout=log.open("ab"), stderr=subprocess.STDOUT, start_new_session=True, cwd=log.parent)
+
+
+def killed_in_update_2(process: subprocess.Popen, checkpoints: Path, log: Path) -> None:
+    """Wait for the checkpoint of update 1; then kill the runner and the kernel without warning, and see that nothing is left of them."""
+    try:
+
+        def saved() -> bool:
+            assert process.poll() is None, log.read_text()[-3000:]
+            return (checkpoints / "000001").is_dir()
+
+        until(saved, LIMIT, "checkpoint of update 1")
+        tree = psutil.Process(process.pid).children(recursive=True)
+        names = {p.pid: " ".join(p.cmdline()) for p in tree}
+        for part, least in (("ipykernel_launcher", 1), ("guard.py", 2), ("vllm.entrypoints", 2), ("logra_core.train", 4)):
+            assert sum(part in n for n in names.values()) >= least, names
+    finally:
+        kernels = psutil.Process(process.pid).children() if process.poll() is None else []
+        os.killpg(process.pid, signal.SIGKILL)
+        for kernel in kernels:
+            os.killpg(kernel.pid, signal.SIGKILL)  # a session of its own
+        process.wait()
+    until(lambda: not alive(list(names)), 60, "end of every process")
+    assert sorted(p.name for p in checkpoints.glob("[0-9]*")) == ["000001"]  # so it was update 2 that was cut
+
+
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed: make vllm")
+@pytest.mark.parametrize(("notebook", "updates"), [("11_ppo_h100_math", 3), ("12_ppo_h100_27b", 2)])
+def test_a_notebook_killed_in_an_update_goes_on_to_the_same_end(tmp_path, notebook, updates):
+    """Two FSDP ranks and a real vLLM server, gone at once. Run again, every row is that of a run that nobody killed (compared for one of
+    the notebooks: they share the launch)."""
+    out, log = tmp_path / "killed", tmp_path / "nbrun.log"
+    killed_in_update_2(nbrun(notebook, out, log, updates), out / "seed0/checkpoint", log)
+    process = nbrun(notebook, out, log, updates)
+    try:
+        assert process.wait(LIMIT) == 0, log.read_text()[-3000:]
+    finally:
+        process.terminate()  # nbrun ends its kernel, and the kernel's end is that of the launch
+        process.wait()
+    rows = read_log(out / "seed0/log.jsonl")[1]
+    kinds = [("eval", 0), *(("update", u) for u in range(1, updates + 1)), ("eval", updates), ("end", updates)]
+    assert [(r["kind"], r["update"]) for r in rows] == kinds
+    assert rows[-1]["fingerprint"] == rows[-2]["fingerprint"] != rows[0]["fingerprint"]
     if notebook.startswith("11"):
-        assert [exact(r) for r in resumed] == [exact(r) for r in whole_notebook(notebook, tmp_path, tmp_path / "unbroken")]
-    assert [(r["kind"], r["update"]) for r in resumed] == [("eval", 0), ("update", 1), ("update", 2), ("update", 3), ("eval", 3), ("end", 3)]
-    assert resumed[-1]["fingerprint"] == resumed[-2]["fingerprint"] != resumed[0]["fingerprint"]
+        options = {"max_model_len": 512, "max_num_seqs": 1, "no_enable_prefix_caching": True}  # the notebook's own
+        recipe = str(ROOT / "data" / "recipes" / RECIPES[notebook])
+        whole = train(LaunchConfig(recipe, (f"out={tmp_path}/whole",), kv_cache_gib=0.25, server_options=options), [0])[0]
+        assert [exact(r) for r in rows] == [exact(r) for r in whole]
