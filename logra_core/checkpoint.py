@@ -26,8 +26,10 @@ from torch.distributed.tensor import DTensor
 FORMAT = 1
 TEMPORARY = ".tmp-"
 SHARDED = "sharded tensor: "
-# settings that may change between a kill and a resume
-FREE = ("updates", "out", "eval_every", "checkpoint_every", "exact_kl_every", "peer_timeout", "sketch.projection_storage")
+# Settings that may change between a kill and a resume. Servers may have moved (with another number of them other responses are drawn).
+FREE = (
+    "updates", "out", "eval_every", "checkpoint_every", "exact_kl_every", "peer_timeout", "engine_urls", "sketch.projection_storage",
+)  # fmt: skip
 
 
 class CheckpointError(RuntimeError):

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, Sequence
+from urllib.parse import urlsplit
 
 import torch
 
@@ -306,7 +307,12 @@ def make_engine(cfg: TrainConfig, run_id: str | None = None) -> RolloutEngine:
     elif cfg.engine_urls:
         from .rollout_server import ServerRollout
 
-        make = [lambda url=url: ServerRollout(url, cfg.model or None) for url in cfg.engine_urls]
+        def server(url: str) -> RolloutEngine:
+            here = urlsplit(url).hostname in ("localhost", "127.0.0.1", "::1")  # then it can read the run's folder
+            return ServerRollout(url, cfg.model or None, timeout=cfg.peer_timeout, spool=str(Path(cfg.out).resolve()) if here else None)
+
+        Path(cfg.out).mkdir(parents=True, exist_ok=True)
+        make = [lambda url=url: server(url) for url in cfg.engine_urls]
     else:
         from .rollout_vllm import VLLMRollout
 

@@ -231,7 +231,7 @@ class Trainer(Resumable):
         rollouts = self._generate(repeated, cfg.eval_sampling, derive_seed(cfg.seed, 0, "eval"))
         values = held_out(repeated, cfg.eval_samples, rollouts, self.task.grade(rollouts.texts, repeated))
         self.seconds = Counter(eval=time.perf_counter() - started)
-        self._row("eval", update=update, version=self.method.version, **values)
+        self._row("eval", update=update, version=self.method.version, fingerprint=self.engine.fingerprint(), **values)
         passes = values["pass_at"]
         tqdm.write(f"update {update}: held-out " + ", ".join(f"Pass@{k} {v:.3f}" for k, v in passes.items()))
 

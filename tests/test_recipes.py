@@ -8,6 +8,7 @@ import pytest
 
 from logra_core.config import TrainConfig
 from logra_core.configfile import load_config
+from logra_core.launch import parse
 from logra_core.tasks import make_task
 
 FOLDER = Path(__file__).resolve().parents[1] / "data" / "recipes"
@@ -25,6 +26,13 @@ def commands(name: str) -> list[TrainConfig]:
             assert launch == ["torchrun", "--nproc-per-node", "4", "-m", "logra_core.train"] and path == f"data/recipes/{name}"
             made.append(load_config(FOLDER / name, words[len(launch) + 1 :]))
     return made
+
+
+def launches(name: str) -> list[tuple]:
+    """What the commands of launch.py in a recipe's comments ask for."""
+    words = [shlex.split(line[3:]) for line in (FOLDER / name).read_text().splitlines() if line.startswith("#> ")]
+    assert all(w[:4] == ["python", "-m", "logra_core.launch", f"data/recipes/{name}"] for w in words)
+    return [parse([str(FOLDER / name), *w[4:]]) for w in words]
 
 
 def published(cfg: TrainConfig) -> dict:
@@ -53,7 +61,7 @@ PAPER = {
 def test_every_recipe_parses_and_keeps_records_in_data_runs(name):
     cfg = load_config(FOLDER / name)
     assert cfg.out.startswith("data/runs/") and cfg.sampling.top_p == 1 and cfg.kl.temperature == cfg.sampling.temperature
-    assert max(len(line) for line in (FOLDER / name).read_text().splitlines() if not line.startswith("#$ ")) <= 150
+    assert max(len(line) for line in (FOLDER / name).read_text().splitlines() if not line.startswith(("#$ ", "#> "))) <= 150
 
 
 @pytest.mark.parametrize("name", H100)
@@ -61,9 +69,23 @@ def test_published_settings_are_in_their_place_in_every_run(name):
     text, runs = (FOLDER / name).read_text(), commands(name)
     assert "# Departures" in text and "Not run by us yet" in text and runs
     assert len({cfg.out for cfg in runs}) == len(runs)  # no run overwrites another
+    assert {len(cfg.engine_urls) for cfg in runs} == {4}
     for cfg in (load_config(FOLDER / name), *runs):
         other = {"logra": {"dense"}, "dense": {"optimizer", "control"}}[cfg.method]  # settings of the method that is not run
         assert {k: v for k, v in published(cfg).items() if k not in other} == {k: v for k, v in PAPER.items() if k not in other}
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_one_command_starts_four_ranks_and_four_servers_on_a_gpu_each(name):
+    made = launches(name)
+    assert len(made) == (name != "chain_sum_cpu.yaml")
+    for launch, seeds in made:
+        assert (launch.ranks, launch.servers) == ((4, 4) if name in H100 else (2, 1))
+        assert [*launch.train_devices, *launch.rollout_devices] == (list(range(8)) if name in H100 else [])
+        room = launch.server_options["max_model_len"] if name in H100 else 0
+        for cfg in map(launch.config, seeds):
+            assert cfg.engine == "vllm" and (name not in H100 or cfg.sampling.max_tokens + 1024 == room)
+        assert len(seeds) == (3 if name in H100 and any(m in name for m in ("_dense", "_logra")) and name in MATH else 1)
 
 
 @pytest.mark.parametrize("name", MATH)

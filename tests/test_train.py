@@ -12,12 +12,13 @@ from tiny import tiny_policy
 from logra_core import checkpoint
 from logra_core.config import ConfigError, SamplingConfig, TrainConfig, from_dict
 from logra_core.configfile import load_config
+from logra_core.evaluation import held_out
 from logra_core.methods_dense import dense_lr
 from logra_core.optim import NonFiniteError
-from logra_core.rollout import shared_prefix
+from logra_core.rollout import Rollouts, shared_prefix
 from logra_core.runlog import read_log
 from logra_core.sync import SyncError
-from logra_core.tasks import Grade
+from logra_core.tasks import Grade, Problem
 from logra_core.train import Trainer, derive_seed, main
 
 VARIANTS = ["logra", "dense", "controlled", "lora", "galore"]
@@ -64,6 +65,19 @@ def run(cfg, prepare=lambda trainer: None):
     return trainer, trainer.run(), *read_log(f"{cfg.out}/log.jsonl")
 
 
+def test_an_evaluation_of_a_mixture_has_the_mean_over_tasks():
+    problems = [Problem("p", "a", str(i), {"dataset": d}) for i, d in enumerate("xxxy") for _ in range(2)]
+    ids = [torch.tensor([1])] * 8
+    drawn = Rollouts(ids, ids, [torch.zeros(1)] * 8, ["stop"] * 8, ["a"] * 8, 0)
+    right = [1, 1, 0, 0, 1, 0, 0, 1]
+    values = held_out(problems, 2, drawn, [Grade(bool(r), "correct" if r else "wrong") for r in right])
+    assert values["by_task"] == {"x": 0.5, "y": 0.5} and values["macro"] == 0.5 and values["pass_at"] == {"1": 0.5, "2": 0.75}
+    values = held_out(problems, 2, drawn, [Grade(i < 6, "") for i in range(8)])
+    assert values["by_task"] == {"x": 1.0, "y": 0.0} and values["macro"] == 0.5 and values["pass_at"]["1"] == 0.75
+    one = [Problem(p.prompt, p.answer, p.uid) for p in problems]
+    assert not {"macro", "by_task"} & held_out(one, 2, drawn, [Grade(True, "correct")] * 8).keys()
+
+
 def test_rows_say_what_happened(policy, tmp_path):
     cfg = settings(policy, tmp_path)
     trainer, end, header, rows = run(cfg, first_digit)
@@ -72,6 +86,7 @@ def test_rows_say_what_happened(policy, tmp_path):
         ("eval", 0), ("update", 1), ("update", 2), ("eval", 2), ("update", 3), ("update", 4), ("eval", 4), ("end", 4),
     ]  # fmt: skip
     updates, evals = [r for r in rows if r["kind"] == "update"], [r for r in rows if r["kind"] == "eval"]
+    assert evals[-1]["fingerprint"] == end["fingerprint"] != evals[0]["fingerprint"]  # the engine's, and the trainer's
     baseline = 0.0
     for r in updates:
         rate = r["grades"].get("correct", 0) / 10
