@@ -24,7 +24,8 @@ from typing import Any
 from tqdm.auto import tqdm
 
 from . import checkpoint, guard
-from .config import ConfigError, TrainConfig, _Checked, to_dict
+from .checked import Checked
+from .config import ConfigError, TrainConfig, to_dict
 from .configfile import load_config
 from .runlog import ROOT, read_log, scrub
 
@@ -38,7 +39,7 @@ class LaunchError(RuntimeError):
 
 
 @dataclass(frozen=True)
-class LaunchConfig(_Checked):
+class LaunchConfig(Checked):
     """A recipe and the processes that run it.
 
     recipe: file of settings. overrides: `dotted.key=value`. ranks: processes that train. servers: vLLM servers that draw the responses,
