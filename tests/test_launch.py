@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import os
@@ -60,6 +61,16 @@ def until(done, seconds: float, what: str):
         assert time.monotonic() < end, f"{what}: not within {seconds} s"
         time.sleep(0.05)
     return value
+
+
+def children() -> dict[int, str]:
+    """Every process below this one, by number; some are left by other tests (fork servers)."""
+    found = {}
+    for p in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if p.status() != psutil.STATUS_ZOMBIE:
+                found[p.pid] = " ".join(p.cmdline())
+    return found
 
 
 def pids_in(log: Path) -> list[int]:
@@ -136,10 +147,10 @@ def test_a_failing_trainer_is_reported_in_its_own_words(tmp_path):
 
 
 def test_an_interrupt_ends_every_process(tmp_path):
-    pids = []
+    before, pids = children(), []
 
     def interrupt(seed, row):
-        pids.extend(p.pid for p in psutil.Process().children(recursive=True) if any("logra_core.train" in w for w in p.cmdline()))
+        pids.extend(pid for pid, words in children().items() if pid not in before and "logra_core.train" in words)
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
@@ -183,13 +194,13 @@ def test_commands_name_servers_devices_and_folders(tmp_path):
 
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed: make vllm")
 def test_a_server_that_fails_or_is_slow_is_reported_and_ended(tmp_path):
-    launch = LaunchConfig(recipe_of(tmp_path), ("model=/no/such/folder",), start_seconds=300)
+    before, launch = children(), LaunchConfig(recipe_of(tmp_path), ("model=/no/such/folder",), start_seconds=300)
     with pytest.raises(LaunchError, match=r"(?s)vLLM server 0 ended with code \d+:.*/no/such/folder"):
         Servers(launch, launch.config(0), tmp_path)
     slow = LaunchConfig(launch.recipe, start_seconds=1)
     with pytest.raises(LaunchError, match="vLLM server 0 is not up after 1 s"):
         Servers(slow, slow.config(0), tmp_path)
-    assert not psutil.Process().children(recursive=True)
+    assert not children().keys() - before.keys()
 
 
 # ---------------------------------------------------------------- the notebooks, killed and run again
