@@ -76,6 +76,16 @@ def added_products(model, rank: int, count: int):
     return run
 
 
+def added_flops(model, rank: int, count: int) -> tuple[float, float]:
+    """Multiply-adds of those products over the multiply-adds of the frozen pass (forward and input gradients of all linear layers, attention left
+    out), as they are, and with one x Aᵀ for the layers that share their input (`share_inputs`)."""
+    shapes = {n: tuple(m.weight.shape) for n, m in select_targets(model, SketchConfig().targets).items()}
+    frozen = 2 * count * (sum(d * k for d, k in shapes.values()) + model.get_output_embeddings().weight.numel())
+    inputs = {n.replace("k_proj", "q_proj").replace("v_proj", "q_proj").replace("up_proj", "gate_proj"): k for n, (_, k) in shapes.items()}
+    rest = sum(count * rank * d + rank * d * k for d, k in shapes.values())  # gᵀP and U A
+    return tuple((rest + count * rank * sum(ks)) / frozen for ks in ([k for _, k in shapes.values()], inputs.values()))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     for name, default in (("rank", 64), ("rows", 4), ("tokens", 256), ("repeats", 5), ("gap", 200)):
@@ -112,6 +122,8 @@ def main() -> None:
         print(f"{m:<10}{median[m]:>10.3f}{min(times[m]):>10.3f}{ratios}{peaks[m] / 2**20:>25.0f}{peaks[m] / peaks['dense']:>10.3f}")
     floor = statistics.median(alone)
     print(f"{'products':<10}{floor:>10.3f}{min(alone):>10.3f}{floor / median['frozen']:>10.3f}{floor / median['dense']:>10.3f}")
+    each, shared = added_flops(model, args.rank, args.rows * args.tokens)
+    print(f"by operations alone these products are {each:.1%} of the frozen pass, {shared:.1%} with shared inputs: no step takes less than that more")
     whole = median["galore"] + (first - median["galore"]) / args.gap
     print(f"GaLore's step with its SVDs {first:.3f} s; the mean over {args.gap} steps {whole:.3f} s, {whole / median['dense']:.3f} of dense")
     print(f"speed-up of LoGRA over dense AdamW {median['dense'] / median['logra']:.3f}, LoRA {median['lora'] / median['logra']:.3f}, "
