@@ -263,15 +263,19 @@ def _context_logits(model: nn.Module, probe: ProbeBatch) -> torch.Tensor:
 
 
 @contextlib.contextmanager
-def _branch(model: nn.Module, update: Proposal, step: float | None) -> Iterator[None]:
-    """Target layers return y − step · (x Vᵀ) Uᵀ, or y − step · x Dᵀ; with step None the branch goes into the tangent instead (forward mode)."""
+def hooked(model: nn.Module, update: Proposal, make: Callable[[str, torch.Tensor, Callable[[], torch.Tensor | None]], Callable]) -> Iterator[None]:
+    """Forward hooks (with keywords) on the layers of an update: make(name, U, basis), where basis() gives V [R, K], or None for a full change.
+
+    V is asked for at each forward, since all of a model's at once would cost what packed projections save.
+    Raises ConfigError if the update has layers that the model lacks.
+    """
     modules = {canonical_name(n): m for n, m in model.named_modules()}
     if unknown := [n for n in update.factors if n not in modules]:
         raise ConfigError(f"the update has layers the model lacks: {', '.join(unknown[:5])}")
     handles = []
     try:
         for name, U_DR in update.factors.items():
-            hook = _BranchHook(U_DR, lambda name=name, device=U_DR.device: update.basis(name, device), step)
+            hook = make(name, U_DR, lambda name=name, device=U_DR.device: update.basis(name, device))
             handles.append(modules[name].register_forward_hook(hook, with_kwargs=True))
         yield
     finally:
@@ -279,10 +283,12 @@ def _branch(model: nn.Module, update: Proposal, step: float | None) -> Iterator[
             handle.remove()
 
 
-class _BranchHook:
-    """basis: gives V [R, K], or None for a full change; asked at each forward, since all of a model's at once would cost what packed
-    projections save."""
+def _branch(model: nn.Module, update: Proposal, step: float | None) -> contextlib.AbstractContextManager[None]:
+    """Target layers return y − step · (x Vᵀ) Uᵀ, or y − step · x Dᵀ; with step None the branch goes into the tangent instead (forward mode)."""
+    return hooked(model, update, lambda name, U_DR, basis: _BranchHook(U_DR, basis, step))
 
+
+class _BranchHook:
     def __init__(self, U_DR: torch.Tensor, basis: Callable[[], torch.Tensor | None], step: float | None) -> None:
         self.U_DR, self.basis, self.step = U_DR, basis, step
 

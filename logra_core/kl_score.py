@@ -12,15 +12,13 @@ from __future__ import annotations
 import contextlib
 import hashlib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import torch
 from torch import nn
 
-from .config import ConfigError
-from .kl import CHUNK, ProbeBatch, _context_logits, _probing
-from .projection import canonical_name
+from .kl import CHUNK, ProbeBatch, _context_logits, _probing, hooked
 from .sketch import paused, plain_dtypes
 from .sync import SketchUpdate
 
@@ -88,30 +86,21 @@ class _Step:
 @contextlib.contextmanager
 def _tapped(model: nn.Module, update: SketchUpdate) -> Iterator[_Step]:
     """Outputs of the target layers depend on `step_B` as if each sequence had weights W + step · U V."""
-    modules = {canonical_name(n): m for n, m in model.named_modules()}
-    if unknown := [n for n in update.factors if n not in modules]:
-        raise ConfigError(f"the update has layers the model lacks: {', '.join(unknown[:5])}")
-    taps, handles = _Step(), []
-    try:
-        for name, U_DR in update.factors.items():
-            hook = _TapHook(name, U_DR, update.basis(name, U_DR.device), taps)
-            handles.append(modules[name].register_forward_hook(hook, with_kwargs=True))
+    taps = _Step()
+    with hooked(model, update, lambda name, U_DR, basis: _TapHook(name, U_DR, basis, taps)):
         yield taps
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 class _TapHook:
-    def __init__(self, name: str, U_DR: torch.Tensor, V_RK: torch.Tensor, taps: _Step) -> None:
-        self.name, self.U_DR, self.V_RK, self.taps = name, U_DR, V_RK, taps
+    def __init__(self, name: str, U_DR: torch.Tensor, basis: Callable[[], torch.Tensor], taps: _Step) -> None:
+        self.name, self.U_DR, self.basis, self.taps = name, U_DR, basis, taps
 
     def __call__(self, module: nn.Module, args: tuple, kwargs: dict, output: torch.Tensor) -> torch.Tensor:
         x, rows = args[0] if args else kwargs["input"], len(self.taps.step_B)
         if output.numel() % (rows * output.shape[-1]):
             raise RuntimeError(f"output {tuple(output.shape)} of {self.name!r} does not hold {rows} sequences: use another KLConfig.estimator")
         with torch.no_grad():
-            P_NR = x.detach().to(output.dtype).reshape(-1, x.shape[-1]) @ self.V_RK.to(output.dtype).T
+            P_NR = x.detach().to(output.dtype).reshape(-1, x.shape[-1]) @ self.basis().to(output.dtype).T
         return _Tap.apply(output, P_NR, self.taps.step_B, self.U_DR)
 
 

@@ -41,6 +41,16 @@ def tiny_llama(seed: int = 0, **changes) -> LlamaForCausalLM:
     return LlamaForCausalLM(LlamaConfig(**(settings | changes))).eval()
 
 
+def half_training(checkpointing: bool | None, dropout: float) -> LlamaForCausalLM:
+    """A tiny Llama in training mode but for one block. checkpointing: None, or whether reentrant."""
+    model = tiny_llama(attention_dropout=dropout)
+    model.train()
+    model.model.layers[1].eval()
+    if checkpointing is not None:
+        model.gradient_checkpointing_enable({"use_reentrant": checkpointing})
+    return model
+
+
 @functools.cache
 def _policy():
     return load_policy()

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from models import policy_loss, probe_batch, random_ids, real_llm, tiny_llama
+from models import half_training, policy_loss, probe_batch, random_ids, real_llm, tiny_llama
 from torch import nn
 
 from logra_core import ConfigError, KLConfig, LoGRA, NonFiniteError, OptimConfig, ProbeBatch, SketchConfig, StepController, exact_kl, predict_q, reference
@@ -91,11 +91,7 @@ def test_padding_and_parts_do_not_matter(monkeypatch):
 @pytest.mark.parametrize("checkpointing", [None, True, False])
 @pytest.mark.parametrize("estimator", ["jvp", "finite_difference"])
 def test_probe_leaves_everything_as_it_found_it(checkpointing, estimator):
-    model, ids = tiny_llama(attention_dropout=0.1), random_ids(3, 12, 96)
-    model.train()
-    model.model.layers[1].eval()
-    if checkpointing is not None:
-        model.gradient_checkpointing_enable({"use_reentrant": checkpointing})
+    model, ids = half_training(checkpointing, 0.1), random_ids(3, 12, 96)
     logra, update = proposal(model, ids)
     weights = {n: p.clone() for n, p in model.named_parameters()}
     sketches = {n: t.sketch.grad.clone() for n, t in logra.targets.items()}

@@ -4,7 +4,7 @@ from collections import Counter
 
 import pytest
 import torch
-from models import SWITCHES, policy_loss, probe_batch, random_ids, score, tiny_llama
+from models import SWITCHES, half_training, policy_loss, probe_batch, random_ids, score, tiny_llama
 from torch import nn
 
 from logra_core import ConfigError, KLConfig, LoGRA, NonFiniteError, OptimConfig, ProbeBatch, SketchConfig, StepController, predict_q
@@ -98,11 +98,7 @@ def test_padding_parts_and_seed(monkeypatch):
 @pytest.mark.parametrize("checkpointing", [None, True, False])
 @pytest.mark.parametrize("switch", ["one_sided", "two_sided", "shared activation"])
 def test_it_leaves_everything_as_it_found_it(switch, checkpointing, dropout):
-    model = tiny_llama(attention_dropout=dropout)
-    model.train()
-    model.model.layers[1].eval()
-    if checkpointing is not None:
-        model.gradient_checkpointing_enable({"use_reentrant": checkpointing})
+    model = half_training(checkpointing, dropout)
     logra, update = proposal(model, switch)
     weights = {n: p.clone() for n, p in model.named_parameters()}
     sketches = {n: t.sketch.grad.clone() for n, t in logra.targets.items()}
