@@ -24,8 +24,8 @@ _Loader.add_implicit_resolver(
 )
 
 
-def load_config(path: str | os.PathLike, overrides: tuple[str, ...] | list[str] = ()) -> TrainConfig:
-    """TrainConfig from a YAML or JSON file and `dotted.key=value` overrides (values as in YAML); the rest keeps its default."""
+def read_settings(path: str | os.PathLike) -> dict:
+    """Names and values of a YAML or JSON file. Raises ConfigError if there is none, or it holds something else."""
     path = Path(path)
     if path.suffix not in (".yaml", ".yml", ".json"):
         raise ConfigError(f"config file {str(path)!r}: allowed are .yaml, .yml and .json")
@@ -34,6 +34,12 @@ def load_config(path: str | os.PathLike, overrides: tuple[str, ...] | list[str] 
     values = yaml.load(path.read_text(), _Loader) or {}
     if not isinstance(values, dict):
         raise ConfigError(f"config file {str(path)!r} holds a {type(values).__name__}; expected names and values")
+    return values
+
+
+def load_config(path: str | os.PathLike, overrides: tuple[str, ...] | list[str] = ()) -> TrainConfig:
+    """TrainConfig from a YAML or JSON file and `dotted.key=value` overrides (values as in YAML); the rest keeps its default."""
+    values = read_settings(path)
     for item in overrides:
         dotted, equals, text = item.partition("=")
         if not equals or not dotted:

@@ -23,11 +23,12 @@ from typing import Any
 
 from tqdm.auto import tqdm
 
-from . import checkpoint, guard
+from . import guard
 from .checked import Checked
-from .config import ConfigError, TrainConfig, to_dict
+from .config import ConfigError, TrainConfig
 from .configfile import load_config
-from .runlog import ROOT, read_log, scrub
+from .resume import refuse_another_run
+from .runlog import ROOT, read_log
 
 POLL = 0.5  # seconds between looks at the log and at the processes
 TAIL = 3000  # characters of a process's own words in an error
@@ -106,11 +107,13 @@ class Guarded:
     """A command under guard.py, printing to a file; it and all that it starts end with `close`, or with this process.
 
     devices: GPUs that it may see (none: no change). environment: further variables. grace: seconds to end by itself before it is killed.
+    cwd: its working folder (None: this process's).
     """
 
     def __init__(
-        self, command: list[str], log: Path, devices: Sequence[int] = (), environment: dict[str, str] | None = None, grace: float = guard.GRACE
-    ) -> None:
+        self, command: list[str], log: Path, devices: Sequence[int] = (), environment: dict[str, str] | None = None, grace: float = guard.GRACE,
+        cwd: Path | None = None,
+    ) -> None:  # fmt: skip
         self.log, self.grace, python = log, grace, os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
         env = os.environ | {"PYTHONPATH": python} | (environment or {})
         if devices:
@@ -118,7 +121,9 @@ class Guarded:
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("ab") as out:
             words = [sys.executable, "-I", guard.__file__, str(grace), *command]
-            self._process = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=out, stderr=subprocess.STDOUT, env=env, start_new_session=True)
+            self._process = subprocess.Popen(
+                words, stdin=subprocess.PIPE, stdout=out, stderr=subprocess.STDOUT, env=env, cwd=cwd, start_new_session=True
+            )
 
     def poll(self) -> int | None:
         """Exit code once the command and everything below it has ended; above 128, a signal's number + 128."""
@@ -195,8 +200,7 @@ def state(cfg: TrainConfig) -> str:
     if not log.exists():
         return "new"
     header, rows = read_log(log)
-    if differ := checkpoint.differing_fields(header.get("config", {}), scrub(checkpoint.as_json(to_dict(cfg)))):
-        raise ConfigError(f"{log} is of another run: {'; '.join(differ)}; choose another folder or remove it")
+    refuse_another_run(log, header, cfg)
     return "finished" if rows and rows[-1]["kind"] == "end" and rows[-1]["update"] == cfg.updates else "unfinished"
 
 

@@ -23,6 +23,12 @@ from .runlog import RunLog, read_log, scrub
 from .sync import full_state_bytes
 
 
+def refuse_another_run(log: Path, header: dict[str, Any], cfg: TrainConfig) -> None:
+    """Raises ConfigError, naming what differs, if the log's header is of a run with other settings than `cfg`."""
+    if differ := checkpoint.differing_fields(header.get("config", {}), scrub(checkpoint.as_json(to_dict(cfg)))):
+        raise ConfigError(f"{log} is of another run: {'; '.join(differ)}; choose another folder or remove it")
+
+
 class Resumable:
     """Base of `Trainer`, which sets these."""
 
@@ -79,8 +85,7 @@ class Resumable:
         header, rows = read_log(log)
         if any(r["kind"] == "end" for r in rows):
             raise ConfigError(f"{log} is of a finished run without a checkpoint; choose another folder or remove it")
-        if differ := checkpoint.differing_fields(header.get("config", {}), scrub(checkpoint.as_json(to_dict(self.cfg)))):
-            raise ConfigError(f"{log} is of another run: {'; '.join(differ)}; choose another folder or remove it")
+        refuse_another_run(log, header, self.cfg)
 
     def _restore(self, path: Path) -> int:
         weights, state = self._load(path)

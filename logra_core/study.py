@@ -15,19 +15,17 @@ import json
 import os
 import shutil
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-import yaml
 from tqdm.auto import tqdm
 
 from .config import ConfigError
-from .configfile import _Loader, load_config
+from .configfile import load_config, read_settings
+from .launch import Guarded, close_all
 from .runlog import ROOT, read_log
 
 FIELDS = ("out", "base", "tasks", "arms", "groups")
@@ -60,10 +58,9 @@ def read_study(path: str | os.PathLike) -> list[StudyRun]:
     Raises:
         ConfigError: a field, task or arm that does not exist, or settings that the trainer refuses.
     """
-    path = Path(path)
-    study = yaml.load(path.read_text(), _Loader)
-    if not isinstance(study, dict) or set(study) != set(FIELDS):
-        raise ConfigError(f"study file {str(path)!r}: its fields are {', '.join(study or {})}; expected {', '.join(FIELDS)}")
+    path, study = Path(path), read_settings(path)
+    if set(study) != set(FIELDS):
+        raise ConfigError(f"study file {str(path)!r}: its fields are {', '.join(study)}; expected {', '.join(FIELDS)}")
     recipe = path.parent / study["base"]
     runs: dict[str, StudyRun] = {}
     for number, group in enumerate(study["groups"], 1):
@@ -103,15 +100,16 @@ def progress_of(run: StudyRun) -> int:
 
 
 class Launcher:
-    """Runs what is left, `jobs` at a time; stops at the first failure, after the others have ended. On Ctrl-C or SIGTERM all end at once."""
+    """Runs what is left, `jobs` at a time; stops at the first failure, after the others have ended. All end with this process, however it ends."""
 
     def __init__(self, runs: list[StudyRun], jobs: int) -> None:
         if jobs < 1:
             raise ConfigError(f"jobs = {jobs}: allowed is >= 1")
-        self.waiting = [run for run in runs if finished(run) is None]
-        self.seconds = [s for run in runs if (s := finished(run)) is not None]
+        took = {run: finished(run) for run in runs}
+        self.waiting = [run for run, seconds in took.items() if seconds is None]
+        self.seconds = [seconds for seconds in took.values() if seconds is not None]
         self.jobs, self.total = jobs, len(runs)
-        self.active: dict[StudyRun, tuple[subprocess.Popen, Any]] = {}
+        self.active: dict[StudyRun, Guarded] = {}
         self.failed: list[str] = []
 
     def run(self) -> list[str]:
@@ -121,39 +119,30 @@ class Launcher:
         try:
             while self.active or (self.waiting and not self.failed):
                 while self.waiting and len(self.active) < self.jobs and not self.failed:
-                    self._start(self.waiting.pop(0))
+                    run = self.waiting.pop(0)
+                    self.active[run] = Guarded([sys.executable, *run.command], ROOT / run.out / "study.tmp", cwd=ROOT)
                 time.sleep(1.0)
-                for run in [r for r, (process, _) in self.active.items() if process.poll() is not None]:
+                for run in [r for r, process in self.active.items() if process.poll() is not None]:
                     bar.update(self._end(run))
                 bar.set_postfix_str(self._postfix(), refresh=True)
         finally:
-            for process, log in self.active.values():
-                process.terminate()
-                process.wait()
-                log.close()
+            close_all(list(self.active.values()))
             signal.signal(signal.SIGTERM, previous)
             bar.close()
         return self.failed
 
-    def _start(self, run: StudyRun) -> None:
-        (ROOT / run.out).mkdir(parents=True, exist_ok=True)
-        log = open(ROOT / run.out / "study.tmp", "ab")
-        environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))}
-        process = subprocess.Popen([sys.executable, *run.command], cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, env=environment)
-        self.active[run] = process, log
-
     def _end(self, run: StudyRun) -> int:
         """1 if the run is recorded now; its checkpoints and printed lines go then."""
-        process, log = self.active.pop(run)
-        log.close()
+        process = self.active.pop(run)
+        process.close()
         folder, seconds = ROOT / run.out, finished(run)
-        if process.returncode or seconds is None:
-            lines = (folder / "study.tmp").read_text(errors="replace").strip().splitlines() or [""]
-            self.failed.append(f"{run.name}: exit status {process.returncode}: {lines[-1][:300]}")
+        if process.poll() or seconds is None:
+            lines = process.words().strip().splitlines() or [""]
+            self.failed.append(f"{run.name}: exit status {process.poll()}: {lines[-1][:300]}")
             return 0
         self.seconds.append(seconds)
         shutil.rmtree(folder / "checkpoint", ignore_errors=True)
-        (folder / "study.tmp").unlink()
+        process.log.unlink()
         return 1
 
     def _postfix(self) -> str:
