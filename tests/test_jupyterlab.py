@@ -89,14 +89,14 @@ def generated(folder: Path) -> Path:
 def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """Address (with token) of a JupyterLab that serves a copy of the notebooks without their outputs."""
     home = tmp_path_factory.mktemp("lab")
-    generated(home / "work/notebooks")
+    generated(home / "copy/notebooks")
     for path in NOTEBOOKS:
         nb = nbformat.read(path, as_version=4)
         for cell in nb.cells:
             if cell.cell_type == "code":  # what is seen after Run All was made by it
                 cell.outputs, cell.execution_count = [], None
-        nbformat.write(nb, home / "work/notebooks" / path.name)
-    (home / "work/data").symlink_to(ROOT / "data")
+        nbformat.write(nb, home / "copy/notebooks" / path.name)
+    (home / "copy/data").symlink_to(ROOT / "data")
     settings = home / "settings/@jupyterlab"
     for plugin, values in (
         ("apputils-extension/notification", {"fetchNews": "false", "checkForUpdates": False}),
@@ -114,7 +114,7 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         "JUPYTERLAB_SETTINGS_DIR": str(home / "settings"),
         "JUPYTERLAB_WORKSPACES_DIR": str(home / "workspaces"),
         "IPYTHONDIR": str(home / "ipython"),
-        "LOGRA_FIGURES": str(home / "work/figures"),
+        "LOGRA_FIGURES": str(home / "copy/figures"),
         "HF_HUB_OFFLINE": "1",
     }
     args = [
@@ -123,13 +123,13 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         "--ip=127.0.0.1",
         f"--port={port}",
         "--ServerApp.port_retries=0",
-        f"--ServerApp.root_dir={home / 'work'}",
+        f"--ServerApp.root_dir={home / 'copy'}",
         "--expose-app-in-browser",
         "--LabApp.extension_manager=readonly",
     ]
     log = open(home / "lab.log", "w+")
     server = subprocess.Popen(
-        [sys.executable, "-m", "jupyterlab", *args], env=env, cwd=home / "work", stdout=log, stderr=log, start_new_session=True
+        [sys.executable, "-m", "jupyterlab", *args], env=env, cwd=home / "copy", stdout=log, stderr=log, start_new_session=True
     )
     try:
         url = f"http://127.0.0.1:{port}"
@@ -212,7 +212,7 @@ def test_run_all_in_a_browser(lab: str, browser, name: str) -> None:
 
 def test_a_failing_cell_is_seen(lab: str, browser, tmp_path_factory: pytest.TempPathFactory) -> None:
     """The checks above can fail: the same notebook with an error in its second cell."""
-    folder = next(tmp_path_factory.getbasetemp().glob("lab*/work/notebooks"))
+    folder = next(tmp_path_factory.getbasetemp().glob("lab*/copy/notebooks"))
     nb = nbformat.read(folder / "generated.ipynb", as_version=4)
     nb.cells[2].source = "raise RuntimeError('boom')"
     nbformat.write(nb, folder / "failing.ipynb")
