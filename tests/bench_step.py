@@ -3,7 +3,7 @@
 GaLore's first step, with the SVD of every gradient, is timed once and shared out over the `--gap` steps that its subspace lasts.
 "products" is the floor of what LoGRA adds to the frozen pass: x Aᵀ, gᵀP and U A of every target by themselves, nothing else.
 
-    python tests/bench_step.py [--rank 64] [--rows 4] [--tokens 256] [--repeats 5] [--gap 200]
+    python tests/bench_step.py [--rank 64] [--rows 4] [--tokens 256] [--repeats 5] [--gap 200] [--out data/runs/step_time.jsonl]
 """
 
 import argparse
@@ -18,6 +18,7 @@ from logra_core import LoGRA, OptimConfig, SketchConfig, load_policy
 from logra_core.config import GaLoreConfig
 from logra_core.memory import TrackMemory
 from logra_core.methods_compare import compact, galore_adamw
+from logra_core.runlog import RunLog
 from logra_core.sketch import select_targets
 
 METHODS = ("frozen", "logra", "dense", "lora", "galore")
@@ -90,6 +91,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     for name, default in (("rank", 64), ("rows", 4), ("tokens", 256), ("repeats", 5), ("gap", 200)):
         parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--out", help="a new run log for every time and peak")
     args = parser.parse_args()
     model, _ = load_policy()
     ids = torch.randint(3, model.config.vocab_size, (args.rows, args.tokens), generator=torch.Generator().manual_seed(0))
@@ -128,6 +130,13 @@ def main() -> None:
     print(f"GaLore's step with its SVDs {first:.3f} s; the mean over {args.gap} steps {whole:.3f} s, {whole / median['dense']:.3f} of dense")
     print(f"speed-up of LoGRA over dense AdamW {median['dense'] / median['logra']:.3f}, LoRA {median['lora'] / median['logra']:.3f}, "
           f"GaLore {whole / median['logra']:.3f}")  # fmt: skip
+    if args.out:
+        settings = {k: v for k, v in vars(args).items() if k != "out"}
+        with RunLog(args.out, {"seed": 0, "settings": settings}) as log:
+            for m in METHODS:
+                log.row("step", method=m, seconds=times[m], peak_bytes=peaks[m])
+            log.row("products", seconds=alone)
+            log.row("galore_first", seconds=first)
 
 
 if __name__ == "__main__":
