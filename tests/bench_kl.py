@@ -21,7 +21,7 @@ from logra_core.ppo import sequence_logprobs
 from logra_core.rollout import TransformersRollout
 from logra_core.runlog import RunLog
 
-SAMPLES, FD_KL = (1, 4, 16, 64), (1e-5, 1e-4, 1e-3)
+SAMPLES, FD_KL = (1, 4, 16), (1e-5, 1e-4, 1e-3)
 
 
 def make_problem(responses: int, tokens: int, rank: int):
