@@ -20,7 +20,8 @@ from .kl import ProbeBatch
 from .optim import LoGRA, MissingSketchError, row_scale
 from .ranks import Ranks
 from .sketch import SKETCH, Target
-from .sync import Masters, SketchUpdate, Weights, canonical, weight_fingerprint
+from .sync import SketchUpdate
+from .weights import Masters, Weights, canonical, weight_fingerprint
 
 def decoder_blocks(model: nn.Module) -> list[nn.Module]:
     """The repeated blocks of a decoder: modules of the classes that transformers says must stay whole, else the longest ModuleList."""
