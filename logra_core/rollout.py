@@ -307,8 +307,8 @@ def make_engine(cfg: TrainConfig, run_id: str | None = None) -> RolloutEngine:
         from .policy import load_policy
 
         def own() -> RolloutEngine:
-            rounds = cfg.optim.stochastic_rounding
-            return TransformersRollout(*load_policy(cfg.model or None, cfg.weight_dtype), cfg.sketch.targets, run_id, stochastic_rounding=rounds)
+            policy = load_policy(cfg.model or None, cfg.weight_dtype)
+            return TransformersRollout(*policy, cfg.sketch.targets, run_id, stochastic_rounding=cfg.optim.stochastic_rounding)
 
         make = [own] * cfg.engines
     elif cfg.engine_urls:

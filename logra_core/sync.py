@@ -121,7 +121,8 @@ class SketchUpdate:
             widths, ranks = {n: int(k) for n, k in header["widths"].items()}, header.get("ranks", {})
             drawn = {n: make_projection(at_rank(projection, ranks, n), n, k) for n, k in widths.items() if n not in bases}
             seed = header["rounding_seed"] if rounds(header) else None
-            update = cls(header["run_id"], header["version"], projection, factors, widths, bases, header["fingerprint"], True, drawn, ranks, seed)
+            made = factors, widths, bases, header["fingerprint"], True, drawn, ranks, seed
+            update = cls(header["run_id"], header["version"], projection, *made)
             update.rounding  # its seed and version are checked
         except (KeyError, TypeError, AttributeError, ConfigError) as error:
             raise SyncError(f"update message with a malformed header: {error!r}") from error

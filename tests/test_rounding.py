@@ -147,9 +147,11 @@ def test_tiny_steps_are_lost_by_nearest_rounding_and_kept_on_average_by_stochast
     for t in range(1, steps + 1):
         nearest = (nearest.float() + step).to(BF16)
         random = stochastic_round(random.float() + step, Rounding(0, t), "l")
-    moved = {n: float(((w.double() - start.double()) * step).sum() / (steps * step.double().square().sum())) for n, w in (("nearest", nearest), ("stochastic", random))}
+    intended = steps * step.double()
+    moved = {n: float(((w.double() - start.double()) * intended).sum() / intended.square().sum()) for n, w in (("nearest", nearest), ("stochastic", random))}
     error = float((random.double() - target).square().mean().sqrt() / ulp.double().square().mean().sqrt())
-    print(f"share of the intended move after {steps} steps of 0.01 ulp: nearest {moved['nearest']:.3f}, stochastic {moved['stochastic']:.3f}, rms error {error:.2f} ulp")
+    shares = ", ".join(f"{n} {share:.3f}" for n, share in moved.items())
+    print(f"share of the intended move after {steps} steps of 0.01 ulp: {shares}; rms error of stochastic {error:.2f} ulp")
     # each step is a coin of probability 0.01: 400 of them have a spread of √(400 · 0.01 · 0.99) = 2 ulp about the 4 intended
     assert moved["nearest"] < 0.02 and abs(moved["stochastic"] - 1) < 4 * (2 / 4) / math.sqrt(step.numel()) + 0.01
     assert 1.7 < error < 2.4
@@ -253,7 +255,8 @@ def test_a_prepared_message_changes_nothing_and_a_failure_in_the_middle_is_rolle
     kept, calls, merge = {n: m.weight.clone() for n, m in replica.weights.modules.items()}, [], RoundedWeights.merge_
 
     def unchanged():
-        return replica.version == 0 and all(torch.equal(m.weight.view(torch.int16), kept[n].view(torch.int16)) for n, m in replica.weights.modules.items())
+        bits = ((m.weight.view(torch.int16), kept[n].view(torch.int16)) for n, m in replica.weights.modules.items())
+        return replica.version == 0 and all(torch.equal(a, b) for a, b in bits)
 
     replica.prepare(messages["first"])
     assert unchanged()
