@@ -220,12 +220,11 @@ class AdamConfig(Checked):
     final_fraction: float = 0.1
 
     def _check(self) -> None:
-        self._need("lr", self.lr >= 0, ">= 0")
         for name in ("beta1", "beta2"):
             self._need(name, 0 <= getattr(self, name) < 1, "0 <= value < 1")
         self._need("eps", self.eps > 0, "> 0")
-        self._need("weight_decay", self.weight_decay >= 0, ">= 0")
-        self._need("warmup", self.warmup >= 0, ">= 0")
+        for name in ("lr", "weight_decay", "warmup"):
+            self._need(name, getattr(self, name) >= 0, ">= 0")
         self._need("horizon", self.horizon >= 1, ">= 1")
         self._need("final_fraction", 0 <= self.final_fraction <= 1, "0 <= value <= 1")
 
@@ -323,8 +322,9 @@ class TrainConfig(Checked):
         self._need("engine_urls", not self.engine_urls or (self.engine == "vllm" and self.engines == 1), "with engine vllm and engines 1")
         self._need("out", bool(self.out), "a folder")
         self._need("peer_timeout", self.peer_timeout > 0, "> 0")
+        rounds = self.optim.stochastic_rounding
         for name, value in (("method", "logra"), ("compute_dtype", "bfloat16")):
-            self._need(name, getattr(self, name) == value or not self.optim.stochastic_rounding, f"{value} where optim.stochastic_rounding is true")
+            self._need(name, not rounds or getattr(self, name) == value, f"{value} where optim.stochastic_rounding is true")
 
     @property
     def weight_dtype(self) -> str:

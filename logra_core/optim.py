@@ -200,7 +200,7 @@ class LoGRA(torch.optim.Optimizer):
 
     def _refuse_large(self) -> None:
         """Without masters a sum beyond bf16's range is found while merging, too late to change nothing."""
-        if bad := [n for n in self.targets if not max(map(abs, torch.stack(self.weights.stored(n).aminmax()).tolist())) <= LARGEST]:
+        if bad := [n for n, size in zip(self.targets, self._largest(), strict=True) if not size <= LARGEST]:
             raise NonFiniteError(f"weight of {', '.join(bad[:5])} holds NaN, infinity or a value above {LARGEST:g}: nothing was changed")
 
     @torch.no_grad()
@@ -276,6 +276,11 @@ class LoGRA(torch.optim.Optimizer):
     def _missing(self) -> list[str]:
         """Targets that no backward has reached."""
         return [n for n, t in self.targets.items() if t.sketch.grad is None]
+
+    def _largest(self) -> list[float]:
+        """Largest magnitude (or NaN) of each target's weight."""
+        weights = (self.weights.stored(n) for n in self.targets)
+        return [float(torch.stack(W_DK.aminmax()).abs().max()) if W_DK.numel() else 0.0 for W_DK in weights]
 
     def _sketch_norms(self) -> list[float]:
         return torch.stack(torch._foreach_norm([t.sketch.grad for t in self.targets.values()])).tolist()

@@ -178,18 +178,21 @@ class ServedRounded(Rounded, Served):
         """Digest of what waits to be served, else of what is."""
         return super().fingerprint() if self._new else self.served_fingerprint()
 
-    def keep(self, name: str) -> torch.Tensor:
+    def keep(self, name: str) -> torch.Tensor | None:
+        """What is served, in main memory; None of a layer that a failure left open."""
+        if name in self._begun:
+            return None
         place = self.places[name]
         if not self._read or self._read[0] != place.path:
             self._read = None
             self._read = place.path, self.whole(place.module)
         return self._read[1][place.rows].to("cpu", copy=True)
 
-    def put_back_(self, name: str, kept: torch.Tensor) -> None:
+    def put_back_(self, name: str, kept: torch.Tensor | None) -> None:
         """Forget what waits; what was replaced already waits to be served again."""
         self._read = None
         self._new.pop(name, None)
-        if name in self._begun:
+        if name in self._begun and kept is not None:
             self._new[name] = kept
 
     @torch.no_grad()

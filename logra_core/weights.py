@@ -122,22 +122,41 @@ class Rounded(Masters):
 
     def merge_(self, name: str, U_DR: torch.Tensor, V_RK: torch.Tensor, rounding: Rounding | None = None) -> None:
         """W ← round(W − U V): the product in fp32 as where a master is kept. Raises NonFiniteError before the layer changes."""
-        self._store_rounded(name, self._merged(name, U_DR, V_RK), rounding)
-
-    def _merged(self, name: str, U_DR: torch.Tensor, V_RK: torch.Tensor) -> torch.Tensor:
-        W_DK = self.master(name)
-        return W_DK.addmm_(U_DR.to(W_DK.device, torch.float32), V_RK.to(W_DK.device), alpha=-1)
-
-    def _store_rounded(self, name: str, W_DK: torch.Tensor, rounding: Rounding | None) -> None:
         if rounding is None:
             raise ConfigError(f"{name!r} has no fp32 master: an update without a rounding seed would be lost in it")
-        self.store_(name, stochastic_round(W_DK, rounding, name))
+        W_DK = self.whole(name)
+        W_DK.addmm_(U_DR.to(W_DK.device, torch.float32), V_RK.to(W_DK.device), alpha=-1)
+        own = self.own_rows(name)
+        self.store_(name, stochastic_round(W_DK[own], rounding, name, own.start))
+
+    def whole(self, name: str) -> torch.Tensor:
+        """fp32 [D, K] that may be changed, where `master` gives a part."""
+        return self.master(name)
+
+    def own_rows(self, name: str) -> slice:
+        """Those that are stored here."""
+        return slice(0, self.shapes[name][0])
 
     def set_(self, name: str, W_DK: torch.Tensor) -> None:
         """Take over a bf16 weight, bit for bit."""
         if W_DK.dtype != torch.bfloat16:
             raise ConfigError(f"weight of {name!r} is {W_DK.dtype}; expected torch.bfloat16, since no fp32 master is kept")
         self.store_(name, W_DK)
+
+
+class RoundedTensors(Rounded):
+    """bf16 weights in tensors of their own."""
+
+    def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
+        super().__init__({})
+        self.tensors = tensors
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, int]]:
+        return {n: tuple(W_DK.shape) for n, W_DK in self.tensors.items()}
+
+    def stored(self, name: str) -> torch.Tensor:
+        return self.tensors[name]
 
 
 class RoundedWeights(Rounded, Weights):
