@@ -30,7 +30,7 @@ from logra_core.runlog import read_log
 from logra_core.train import Trainer
 from logra_core.train import main as train_main
 from logra_core.train_distributed import DistributedTrainer
-from logra_core.weights import weight_fingerprint
+from logra_core.weights import canonical, weight_fingerprint
 
 TOLERANCE = 1e-6  # relative, of norms; measured: up to 4e-7 on sketches, 3e-8 on weights
 ROUNDING = 1e-5  # relative, of an exact KL (a difference of nearly equal log-probs) and of what later updates make of TOLERANCE; measured 3e-6
@@ -473,6 +473,21 @@ def test_a_run_goes_on_with_other_numbers_of_ranks(policy, whole_runs, tmp_path,
         before = (tmp_path / "run" / "log.jsonl").read_bytes()
         assert Launch(2, train, tmp_path / "finished", cfg).results() == [("end", 5)] * 2
         assert (tmp_path / "run" / "log.jsonl").read_bytes() == before
+
+
+def test_a_run_without_masters_goes_on_in_one_process_and_on_ranks(policy, tmp_path):
+    """bf16 weights with stochastic rounding; before every rollout the engine's fingerprint is compared with the trainer's."""
+    for world, updates in zip((2, 0, 2), (1, 2, 3)):
+        changes = {"optim": {"stochastic_rounding": True}, "compute_dtype": "bfloat16", "eval_every": 0, "exact_kl_every": 0}
+        cfg = run_settings(policy, tmp_path / "run", updates=updates, **changes)
+        if world:
+            assert Launch(world, train, tmp_path / f"at-{updates}", cfg).results() == [("end", updates)] * world
+        else:
+            train_alone(cfg)
+        weights, rows, state = outcome(cfg)
+        assert {W.dtype for W in weights.values()} == {torch.bfloat16} and rows[-1]["fingerprint"] == state["fingerprint"]
+        fingerprint = weight_fingerprint((n, canonical(W)) for n, W in sorted(weights.items()))
+        assert fingerprint == state["fingerprint"] and state["update"] == updates
 
 
 def test_ranks_with_little_memory_train_as_one_process_does(policy, tmp_path):
