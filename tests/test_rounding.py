@@ -8,7 +8,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from models import SWITCHES, policy_loss, random_ids, tiny_llama
+from models import SWITCHES, policy_loss, random_ids, real_llm, tiny_llama
 from test_sync import FAULTS, NAME, TARGETS, full_state_bytes, pair, refused_whole, rewrite, update
 
 from logra_core import ConfigError, LoGRA, NonFiniteError, OptimConfig, Replica, SketchConfig, SketchUpdate, SyncError
@@ -155,6 +155,33 @@ def test_tiny_steps_are_lost_by_nearest_rounding_and_kept_on_average_by_stochast
     # each step is a coin of probability 0.01: 400 of them have a spread of √(400 · 0.01 · 0.99) = 2 ulp about the 4 intended
     assert moved["nearest"] < 0.02 and abs(moved["stochastic"] - 1) < 4 * (2 / 4) / math.sqrt(step.numel()) + 0.01
     assert 1.7 < error < 2.4
+
+
+def test_the_kl_of_a_step_is_kept_where_nearest_rounding_loses_half():
+    """The real LLM at the paper's update ratio, passes in fp32: the step as stored in bf16 against the step as merged into fp32."""
+    exact, tokenizer = real_llm()
+    ids = torch.stack([torch.tensor(tokenizer(f"What is {i + 11} plus {i + 42}? It is {2 * i + 53}.").input_ids) for i in range(3)])
+
+    def logp():
+        with torch.no_grad():
+            return exact(input_ids=ids, use_cache=False).logits.log_softmax(-1)
+
+    def kl(weights) -> float:
+        for n, W in weights.items():
+            exact.get_submodule(n).weight.data.copy_(W)
+        return float((before.exp() * (before - logp())).sum(-1).mean())
+
+    model = copy.deepcopy(exact).to(BF16)
+    exact.load_state_dict(model.state_dict())
+    before = logp()
+    logra = LoGRA(model, SketchConfig(rank=16), OptimConfig(**ON))
+    start = {n: t.weight.detach().clone() for n, t in logra.targets.items()}
+    policy_loss(model, ids).backward()
+    wire = logra.apply(logra.propose())
+    merged = {n: W.float() - wire.factors[n].float() @ wire.basis(n) for n, W in start.items()}
+    step, stored, nearest = kl(merged), kl({n: t.weight for n, t in logra.targets.items()}), kl({n: W.to(BF16) for n, W in merged.items()})
+    print(f"KL of one step: {step:.3e} in fp32; stored in bf16 {stored / step:.3f} of it by stochastic rounding, {nearest / step:.3f} by nearest")
+    assert stored == pytest.approx(step, rel=0.1) and nearest < 0.8 * step
 
 
 # ---------------------------------------------------------------- trainer and replica
