@@ -170,10 +170,10 @@ class ShardedRoundedWeights(Rounded, ShardedWeights):
     def set_(self, name: str, W_DK: torch.Tensor) -> None:
         super().set_(name, self.ranks.own_rows(W_DK))
 
-    def whole(self, name: str) -> torch.Tensor:
-        return ShardedWeights.whole(self, name)
+    def _working_copy(self, name: str) -> torch.Tensor:
+        return self.whole(name)
 
-    def own_rows(self, name: str) -> slice:
+    def _stored_rows(self, name: str) -> slice:
         return self.ranks.rows(self.shapes[name][0])
 
 

@@ -124,16 +124,16 @@ class Rounded(Masters):
         """W ← round(W − U V): the product in fp32 as where a master is kept. Raises NonFiniteError before the layer changes."""
         if rounding is None:
             raise ConfigError(f"{name!r} has no fp32 master: an update without a rounding seed would be lost in it")
-        W_DK = self.whole(name)
+        W_DK = self._working_copy(name)
         W_DK.addmm_(U_DR.to(W_DK.device, torch.float32), V_RK.to(W_DK.device), alpha=-1)
-        own = self.own_rows(name)
+        own = self._stored_rows(name)
         self.store_(name, stochastic_round(W_DK[own], rounding, name, own.start))
 
-    def whole(self, name: str) -> torch.Tensor:
-        """fp32 [D, K] that may be changed, where `master` gives a part."""
+    def _working_copy(self, name: str) -> torch.Tensor:
+        """fp32 [D, K] of the whole layer, whatever part of it is stored here."""
         return self.master(name)
 
-    def own_rows(self, name: str) -> slice:
+    def _stored_rows(self, name: str) -> slice:
         """Those that are stored here."""
         return slice(0, self.shapes[name][0])
 
