@@ -290,10 +290,8 @@ def test_a_trainer_without_masters_is_followed_without_masters(run, tmp_path):
     data = full(other)
     assert len(data) < 1.01 * 2 * targets
     run.engine.resync(data)
-    assert rpc(run, "probe_kept") == 0
-    for _ in range(2):
-        last = next_update(other)
-        run.engine.sync(last)
+    last = next_update(other)
+    run.engine.sync(last)
     assert in_step(other) and rpc(run, "probe_kept") == 0
     save_file({n: other.logra.weights.stored(n) for n in other.logra.targets}, tmp_path / "weights.safetensors")
     assert rpc(run, "probe_served", str(tmp_path / "weights.safetensors")) == {"layers": 210, "names": True, "differ": []}
@@ -302,7 +300,7 @@ def test_a_trainer_without_masters_is_followed_without_masters(run, tmp_path):
     rpc(run, "probe_fail_at", 119)
     refused(run, lambda: run.engine.sync(message), "worker failed at model.layers")
     run.engine.sync(message)
-    assert in_step(other) and run.engine.generate(prompts(run.tokenizer, 1), GREEDY, 0).version == 3
+    assert in_step(other) and run.engine.generate(prompts(run.tokenizer, 1), GREEDY, 0).version == 2
     run.engine.resync(full(run))
     assert in_step(run) and rpc(run, "probe_kept") == 4 * targets
 
