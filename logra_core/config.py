@@ -278,8 +278,8 @@ class TrainConfig(Checked):
 
     engine: of the rollouts; engines: how many of them share the prompts, or engine_urls: vLLM servers that already run.
     exact_kl_every: measure the exact KL of the step on the probe every so many updates, beside the predicted one (0: never).
-    compute_dtype: of forward and backward passes under torchrun; masters stay fp32 (without any, it must be bfloat16). peer_timeout: seconds that a process of a torchrun
-    launch waits for the others, rollouts included, before it takes them for dead.
+    compute_dtype: of forward and backward passes under torchrun; masters stay fp32 (without any: bfloat16, and nothing else). peer_timeout:
+    seconds that a process of a torchrun launch waits for the others, rollouts included, before it takes them for dead.
     """
 
     out: str = "data/runs/run"

@@ -59,7 +59,7 @@ PAPER, BEST = Layout(), Layout(False, False, True, "bits", True, 256, False)
 
 
 def layout_of(cfg: TrainConfig) -> Layout:
-    """What this package keeps in a run of `cfg`: fp32 (or bf16) shards of all weights, S whole until the update. ConfigError for a two-sided sketch."""
+    """What this package keeps in a run of `cfg`: fp32 (or bf16) shards of all weights, S whole until the update. ConfigError if two-sided."""
     if (sketch := cfg.sketch).kind != "one_sided":
         raise ConfigError(f"SketchConfig.kind = {sketch.kind!r}: the planner counts one_sided only")
     return Layout(False, True, False, sketch.projection_storage, sketch.share_inputs, cfg.ppo.logit_chunk, False, cfg.optim.stochastic_rounding)

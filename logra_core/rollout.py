@@ -185,7 +185,7 @@ class TransformersRollout:
 
     model: a causal LM that the engine takes over (hand it a copy of its own; sketches must not be attached to it). targets: as in
     `SketchConfig.targets`, the layers that follow the trainer's. run_id, version: what the weights are now (None: the first message
-    decides). stochastic_rounding: as in `OptimConfig`. batch_rows: sequences per `generate` call; part of what fixes the result, like the thread count.
+    decides). stochastic_rounding: as in `OptimConfig`. batch_rows: sequences per `generate` call; fixes the result too, like the thread count.
     """
 
     def __init__(

@@ -148,7 +148,8 @@ def test_tiny_steps_are_lost_by_nearest_rounding_and_kept_on_average_by_stochast
         nearest = (nearest.float() + step).to(BF16)
         random = stochastic_round(random.float() + step, Rounding(0, t), "l")
     intended = steps * step.double()
-    moved = {n: float(((w.double() - start.double()) * intended).sum() / intended.square().sum()) for n, w in (("nearest", nearest), ("stochastic", random))}
+    ends = {"nearest": nearest, "stochastic": random}
+    moved = {n: float(((w.double() - start.double()) * intended).sum() / intended.square().sum()) for n, w in ends.items()}
     error = float((random.double() - target).square().mean().sqrt() / ulp.double().square().mean().sqrt())
     shares = ", ".join(f"{n} {share:.3f}" for n, share in moved.items())
     print(f"share of the intended move after {steps} steps of 0.01 ulp: {shares}; rms error of stochastic {error:.2f} ulp")
