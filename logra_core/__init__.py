@@ -23,7 +23,8 @@ from .optim import LoGRA, MissingSketchError, NonFiniteError, row_adam, sgd
 from .policy import embedded_policy, load_policy
 from .projection import ProjectionSpec, make_projection
 from .sketch import attach, detach, target_table
-from .sync import Replica, SketchUpdate, SyncError, Weights, full_state_bytes
+from .sync import Replica, SketchUpdate, SyncError, full_state_bytes
+from .weights import Weights
 
 __version__ = "0.1.0"
 

@@ -87,6 +87,8 @@ class OptimConfig(Checked):
     """From sketch to update (METHOD section 3). update_ratio is the optimizer's `lr`: ||update|| / ||weights||.
 
     rule: row_adam; sgd; or orthogonal, the direction with all singular values equal (as in Muon and Dion).
+    stochastic_rounding: the model is bf16 and no fp32 masters are kept, neither here nor in the engines: a merge rounds to bf16 up or down
+    with the probability that keeps the mean (rounding.py), by the seed of the sketch.
     """
 
     rule: str = "row_adam"
@@ -94,12 +96,13 @@ class OptimConfig(Checked):
     beta2: float = 0.95
     eps: float = 1e-8
     wire_dtype: str = "bfloat16"
+    stochastic_rounding: bool = False
 
     def _check(self) -> None:
         self._choice("rule", RULES)
-        self._need("update_ratio", self.update_ratio >= 0, ">= 0")
         self._need("beta2", 0 <= self.beta2 < 1, "0 <= beta2 < 1")
-        self._need("eps", self.eps >= 0, ">= 0")
+        for name in ("update_ratio", "eps"):
+            self._need(name, getattr(self, name) >= 0, ">= 0")
         self._choice("wire_dtype", WIRE_DTYPES)
 
 
@@ -217,12 +220,11 @@ class AdamConfig(Checked):
     final_fraction: float = 0.1
 
     def _check(self) -> None:
-        self._need("lr", self.lr >= 0, ">= 0")
         for name in ("beta1", "beta2"):
             self._need(name, 0 <= getattr(self, name) < 1, "0 <= value < 1")
         self._need("eps", self.eps > 0, "> 0")
-        self._need("weight_decay", self.weight_decay >= 0, ">= 0")
-        self._need("warmup", self.warmup >= 0, ">= 0")
+        for name in ("lr", "weight_decay", "warmup"):
+            self._need(name, getattr(self, name) >= 0, ">= 0")
         self._need("horizon", self.horizon >= 1, ">= 1")
         self._need("final_fraction", 0 <= self.final_fraction <= 1, "0 <= value <= 1")
 
@@ -276,8 +278,8 @@ class TrainConfig(Checked):
 
     engine: of the rollouts; engines: how many of them share the prompts, or engine_urls: vLLM servers that already run.
     exact_kl_every: measure the exact KL of the step on the probe every so many updates, beside the predicted one (0: never).
-    compute_dtype: of forward and backward passes under torchrun; masters stay fp32. peer_timeout: seconds that a process of a torchrun
-    launch waits for the others, rollouts included, before it takes them for dead.
+    compute_dtype: of forward and backward passes under torchrun; masters stay fp32 (without any: bfloat16, and nothing else). peer_timeout:
+    seconds that a process of a torchrun launch waits for the others, rollouts included, before it takes them for dead.
     """
 
     out: str = "data/runs/run"
@@ -320,6 +322,14 @@ class TrainConfig(Checked):
         self._need("engine_urls", not self.engine_urls or (self.engine == "vllm" and self.engines == 1), "with engine vllm and engines 1")
         self._need("out", bool(self.out), "a folder")
         self._need("peer_timeout", self.peer_timeout > 0, "> 0")
+        rounds = self.optim.stochastic_rounding
+        for name, value in (("method", "logra"), ("compute_dtype", "bfloat16")):
+            self._need(name, not rounds or getattr(self, name) == value, f"{value} where optim.stochastic_rounding is true")
+
+    @property
+    def weight_dtype(self) -> str:
+        """Of the policy as it is loaded, in the trainer and in engines of its own process."""
+        return "bfloat16" if self.optim.stochastic_rounding else "float32"
 
 
 def to_dict(config: Any) -> dict:

@@ -19,8 +19,10 @@ from .config import ConfigError, OptimConfig, SketchConfig
 from .kl import ProbeBatch
 from .optim import LoGRA, MissingSketchError, row_scale
 from .ranks import Ranks
+from .rounding import Rounding
 from .sketch import SKETCH, Target
-from .sync import Masters, SketchUpdate, Weights, canonical, weight_fingerprint
+from .sync import SketchUpdate
+from .weights import Masters, Rounded, RoundedTensors, Weights, canonical, only_bfloat16, weight_fingerprint
 
 def decoder_blocks(model: nn.Module) -> list[nn.Module]:
     """The repeated blocks of a decoder: modules of the classes that transformers says must stay whole, else the longest ModuleList."""
@@ -86,7 +88,7 @@ class ShardedWeights(Weights):
         self._digest = None
         self._norms.clear()
 
-    def merge_(self, name: str, U_DR: torch.Tensor, V_RK: torch.Tensor) -> None:
+    def merge_(self, name: str, U_DR: torch.Tensor, V_RK: torch.Tensor, rounding: Rounding | None = None) -> None:
         """W ← W − U V. The product is made of the whole layer on every rank: BLAS may add up a row of a shard in another order than the
         same row of the whole, and then no replica could follow bit for bit."""
         W_DK = self.whole(name)
@@ -115,7 +117,7 @@ class ShardedWeights(Weights):
         return [self._norms[n][0] for n in self.modules]
 
     def _own_norms(self, names: Iterable[str]) -> list[float]:
-        return torch.stack(torch._foreach_norm([self.master(n) for n in names])).tolist()
+        return torch.stack([torch._foreach_norm([self.master(n)])[0] for n in names]).tolist()  # one by one: some are made for the occasion
 
     def _note_norm(self, name: str, W_DK: torch.Tensor) -> None:
         self._norms[name] = float(torch._foreach_norm([W_DK])[0].double().square()), self._own_norms([name])[0]
@@ -142,8 +144,37 @@ class ShardedWeights(Weights):
         for name in self.modules:
             W_DK = self.whole(name)
             if self.ranks.first:
-                made[name] = W_DK.cpu()
-        return Masters(made) if self.ranks.first else None
+                made[name] = W_DK.to("cpu", torch.bfloat16 if self.rounds else torch.float32)
+        return (RoundedTensors if self.rounds else Masters)(made) if self.ranks.first else None
+
+
+class ShardedRoundedWeights(Rounded, ShardedWeights):
+    """This rank's rows of the bf16 weights, without masters. A layer is put together in fp32 for its merge; each rank rounds its rows, with the
+    bits that the rows of the whole have."""
+
+    def __init__(self, modules: dict[str, nn.Linear], ranks: Ranks) -> None:
+        only_bfloat16(modules)
+        self.modules, self.ranks, self.masters, self._digest, self._norms = modules, ranks, {}, None, {}
+        for name in modules:
+            self._own(name)  # raises for a weight that is whole
+
+    def stored(self, name: str) -> torch.Tensor:
+        """This rank's rows, bf16 [d, K]."""
+        return self._own(name)
+
+    def store_(self, name: str, W_dK: torch.Tensor) -> None:
+        self._own(name).copy_(W_dK)
+        self._norms.pop(name, None)
+        self._digest = None
+
+    def set_(self, name: str, W_DK: torch.Tensor) -> None:
+        super().set_(name, self.ranks.own_rows(W_DK))
+
+    def _working_copy(self, name: str) -> torch.Tensor:
+        return self.whole(name)
+
+    def _stored_rows(self, name: str) -> slice:
+        return self.ranks.rows(self.shapes[name][0])
 
 
 class ShardedLoGRA(LoGRA):
@@ -186,7 +217,11 @@ class ShardedLoGRA(LoGRA):
         self.weights.changed()
 
     def _make_weights(self) -> ShardedWeights:
-        return ShardedWeights({n: t.module for n, t in self.targets.items()}, self.ranks)
+        kind = ShardedRoundedWeights if self.optim_config.stochastic_rounding else ShardedWeights
+        return kind({n: t.module for n, t in self.targets.items()}, self.ranks)
+
+    def _largest(self) -> list[float]:
+        return [max(parts, key=lambda x: math.inf if math.isnan(x) else x) for parts in zip(*self.ranks.gather(super()._largest()))]
 
     def _weight_norms_sq(self) -> list[float]:
         return self.weights.norms_sq()

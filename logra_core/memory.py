@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
-from .config import ConfigError, GaLoreConfig, SketchConfig
+from .config import ConfigError, GaLoreConfig, OptimConfig, SketchConfig
 from .methods_compare import compact, galore_adamw
 from .ppo import token_logprobs
 from .projection import PackedProjection
@@ -154,17 +154,18 @@ class StepMemory:
 
 
 def measure_step(
-    model: nn.Module, method: str, rank: int, ids: torch.Tensor, checkpointing: bool = False, storage: str = "fp32", chunk: int = 0
-) -> StepMemory:
+    model: nn.Module, method: str, rank: int, ids: torch.Tensor, checkpointing: bool = False, storage: str = "fp32", chunk: int = 0,
+    stochastic: bool = False,
+) -> StepMemory:  # fmt: skip
     """Memory of one step of `method` on `ids` [B, T] int64, counted storage by storage; hooks and adapters are taken off again.
 
     The loss is that of a policy gradient over all positions: the tokens' log-probs from fp32 logits. The optimizer's step is taken, so
-    the trained weights change. checkpointing: recompute each decoder layer in backward. storage, chunk: as
-    `SketchConfig.projection_storage` and `PPOConfig.logit_chunk`.
+    the trained weights change. checkpointing: recompute each decoder layer in backward. storage, chunk, stochastic: as
+    `SketchConfig.projection_storage`, `PPOConfig.logit_chunk` and `OptimConfig.stochastic_rounding`.
     Raises ConfigError for an unknown method.
     """
     before, weights = {n: p.requires_grad for n, p in model.named_parameters()}, storage_bytes(model.parameters())
-    net, optimizer, undo = _prepare(model, method, rank, checkpointing, storage)
+    net, optimizer, undo = _prepare(model, method, rank, checkpointing, storage, stochastic)
     extra = _projections(net, method, rank, storage)
     layers, head, gradients, forward, peaks = _pass(net, ids, chunk=chunk)
     with TrackMemory() as update:
@@ -183,7 +184,7 @@ def measure_step(
 
 def simulate_step(
     name: str, method: str, rank: int, tokens: int, rows: int = 1, dtype: torch.dtype = torch.bfloat16, checkpointing: bool = True,
-    backward: bool = True, storage: str = "fp32", chunk: int = 0, attention: str | None = None,
+    backward: bool = True, storage: str = "fp32", chunk: int = 0, attention: str | None = None, stochastic: bool = False,
 ) -> StepMemory:  # fmt: skip
     """`measure_step` for a model of `shapes.SHAPES` of any size: the same forward and backward on fake tensors, nothing allocated.
 
@@ -194,14 +195,14 @@ def simulate_step(
     """
     depth, kinds = model_config(name).num_hidden_layers, getattr(model_config(name), "layer_types", None) or ()
     shallow = (4, 8) if len(set(kinds)) > 1 and attention is None else (2, 4)
-    how = (dtype, checkpointing, backward, storage, chunk, attention)
+    how = (dtype, checkpointing, backward, storage, chunk, attention, stochastic)
     low, high = (dataclasses.asdict(_simulate(name, method, rank, (rows, tokens), n, *how)) for n in shallow)
     slope = (depth - shallow[0]) / (shallow[1] - shallow[0])
     return StepMemory(**{k: None if v is None else round(v + (high[k] - v) * slope) for k, v in low.items()})
 
 
-def _simulate(name, method, rank, shape, layers, dtype, checkpointing, backward, storage, chunk, attention) -> StepMemory:
-    with fake_model(name, method, rank, layers, dtype, checkpointing, storage, attention) as (net, optimizer, weights, extra):
+def _simulate(name, method, rank, shape, layers, dtype, checkpointing, backward, storage, chunk, attention, stochastic) -> StepMemory:
+    with fake_model(name, method, rank, layers, dtype, checkpointing, storage, attention, stochastic) as (net, optimizer, weights, extra):
         kept, head, gradients, forward, peaks = _pass(net, torch.zeros(shape, dtype=torch.int64), backward, chunk)
         masters, state = _state(net, method, optimizer)
     fixed = weights + masters + extra + state
@@ -209,12 +210,12 @@ def _simulate(name, method, rank, shape, layers, dtype, checkpointing, backward,
 
 
 @contextlib.contextmanager
-def fake_model(name, method, rank, layers, dtype, checkpointing, storage="fp32", attention=None):
+def fake_model(name, method, rank, layers, dtype, checkpointing, storage="fp32", attention=None, stochastic=False):
     """Inside, fake tensors rule; yields (model to call, optimizer, bytes of weights, bytes of projections) of a shallow copy."""
     with torch.device("meta"):
         model = build(model_config(name, layers, attention), dtype).eval()
         weights = storage_bytes(model.parameters())
-        net, optimizer, _ = _prepare(model, method, rank, checkpointing, storage)
+        net, optimizer, _ = _prepare(model, method, rank, checkpointing, storage, stochastic)
     with FakeTensorMode():
         for module in model.modules():  # meta tensors become fake ones of a CPU, whose kernels are then imitated
             for held in (module._parameters, module._buffers):
@@ -225,10 +226,12 @@ def fake_model(name, method, rank, layers, dtype, checkpointing, storage="fp32",
         yield net, optimizer, weights, _projections(net, method, rank, storage)
 
 
-def _prepare(model: nn.Module, method: str, rank: int, checkpointing: bool, storage: str):
+def _prepare(model: nn.Module, method: str, rank: int, checkpointing: bool, storage: str, stochastic: bool):
     """(the model to call, optimizer, undo) of a method; what trains, and nothing else, requires grad."""
     if method not in COUNTED:
         raise ConfigError(f"method = {method!r}: allowed is one of {', '.join(COUNTED)}")
+    if stochastic and method not in SKETCHES:
+        raise ConfigError(f"method = {method!r}: allowed with stochastic rounding is one of {', '.join(SKETCHES)}")
     if checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         model.train()  # transformers recomputes in training mode only; these models have no dropout
@@ -237,7 +240,8 @@ def _prepare(model: nn.Module, method: str, rank: int, checkpointing: bool, stor
     if method in SKETCHES:
         from .optim import LoGRA
 
-        optimizer = LoGRA(model, SketchConfig(rank=rank, projection_storage=storage, **SKETCHES[method]))
+        sketch = SketchConfig(rank=rank, projection_storage=storage, **SKETCHES[method])
+        optimizer = LoGRA(model, sketch, OptimConfig(stochastic_rounding=stochastic))
         return net, optimizer, lambda: [f() for f in (optimizer.detach, *undo)]
     model.requires_grad_(False)
     if method == "lora":

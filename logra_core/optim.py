@@ -17,8 +17,9 @@ from .activation import observe
 from .config import ConfigError, NonFiniteError, OptimConfig, SketchConfig, to_dict
 from .orthogonal import orthogonal
 from .projection import PackedProjection, ProjectionSpec
-from .sketch import Target, attach, detach
-from .sync import SketchUpdate, Weights
+from .sketch import Target, attach, detach, select_targets
+from .sync import SketchUpdate
+from .weights import RoundedWeights, Weights, only_bfloat16
 
 TINY = torch.finfo(torch.float32).tiny
 LARGEST = 1e18  # of a sketch or factor entry: squares and products with A stay finite in fp32
@@ -89,7 +90,8 @@ class LoGRA(torch.optim.Optimizer):
     """Freezes the model, sketches its targets, and updates them.
 
     Args:
-        model: any module whose targets are `nn.Linear`; weights stay where they are, fp32 or with fp32 masters kept here.
+        model: any module whose targets are `nn.Linear`; weights stay where they are: fp32, or with fp32 masters kept here, or bf16 without
+            masters (`optim.stochastic_rounding`; ConfigError, with nothing changed, where they are not bf16).
         sketch, optim: settings; `optim.update_ratio` becomes the `lr` of the parameter group, so schedulers work.
         scale: called by `step()` with the proposed update, returns α (for example a KL controller); default α = 1.
 
@@ -109,6 +111,8 @@ class LoGRA(torch.optim.Optimizer):
         scale: Callable[[SketchUpdate], float] | None = None,
     ) -> None:
         self.model, self.config, self.optim_config, self.scale = model, sketch, optim, scale
+        if optim.stochastic_rounding:
+            only_bfloat16(select_targets(model, sketch.targets))
         self.targets = attach(model, sketch, _DTYPE[optim.wire_dtype])
         self.weights = self._make_weights()
         self._pending: tuple[SketchUpdate, dict[str, torch.Tensor], float] | None = None  # update, new moments, size √Σ‖UA‖²
@@ -123,7 +127,8 @@ class LoGRA(torch.optim.Optimizer):
     def _identity(self, run_id: str, version: int) -> dict:
         settings = {k: list(v) if isinstance(v, tuple) else v for k, v in to_dict(self.config).items()}
         del settings["projection_storage"]  # changes no number
-        return {"run_id": run_id, "version": version, "rule": self.optim_config.rule, "sketch": settings, "names": list(self.targets)}
+        more = {"sketch": settings, "names": list(self.targets), "stochastic_rounding": self.optim_config.stochastic_rounding}
+        return {"run_id": run_id, "version": version, "rule": self.optim_config.rule} | more
 
     @property
     def version(self) -> int:
@@ -173,6 +178,7 @@ class LoGRA(torch.optim.Optimizer):
         update = SketchUpdate(
             self.run_id, self.version + 1, self._spec(), factors, {n: t.width for n, t in self.targets.items()}, sent, ranks=ranks,
             drawn=AtHand({n: t for n, t in self.targets.items() if n not in sent}),
+            rounding_seed=self.config.seed if self.weights.rounds else None,
         )  # fmt: skip
         self._pending = (update, moments, group["lr"] * weights)
         return update
@@ -192,6 +198,11 @@ class LoGRA(torch.optim.Optimizer):
         if bad := [n for n, size in zip(self.targets, sizes, strict=True) if not size <= largest]:
             raise NonFiniteError(f"sketch of {', '.join(bad[:5])} holds NaN, infinity or a value above {LARGEST:g}: nothing was changed")
 
+    def _refuse_large(self) -> None:
+        """Without masters a sum beyond bf16's range is found while merging, too late to change nothing."""
+        if bad := [n for n, size in zip(self.targets, self._largest(), strict=True) if not size <= LARGEST]:
+            raise NonFiniteError(f"weight of {', '.join(bad[:5])} holds NaN, infinity or a value above {LARGEST:g}: nothing was changed")
+
     @torch.no_grad()
     def apply(self, update: SketchUpdate, alpha: float = 1.0) -> SketchUpdate:
         """Merge α · update into the weights, take over the moments, clear the sketches and redraw A.
@@ -208,8 +219,10 @@ class LoGRA(torch.optim.Optimizer):
         sums = torch.stack([U_DR.sum(dtype=torch.float32) for U_DR in wire.factors.values()])  # NaN and infinity reach a sum
         if not torch.isfinite(sums).all() or not alpha * self._pending[2] <= LARGEST:
             raise NonFiniteError(f"a factor scaled by alpha = {alpha:g} is not finite or too large to merge: nothing was changed")
+        if self.weights.rounds:
+            self._refuse_large()
         for name, U_DR in wire.factors.items():
-            self.weights.merge_(name, U_DR, wire.basis(name, U_DR.device))
+            self.weights.merge_(name, U_DR, wire.basis(name, U_DR.device), wire.rounding)
         for name, v_D in self._pending[1].items():
             self.state[self.targets[name].sketch]["v"] = v_D
         self._pending = None
@@ -238,11 +251,12 @@ class LoGRA(torch.optim.Optimizer):
         theirs, ours = state_dict["param_groups"][0].get("logra"), self.param_groups[0]["logra"]
         if theirs is None:
             raise ConfigError("not a state of LoGRA: its parameter group has no entry 'logra'")
-        differ = [k for k in ("rule", "sketch", "names") if theirs[k] != ours[k]]
+        theirs = {"stochastic_rounding": False} | theirs  # a state older than the switch
+        differ = [k for k in ("rule", "sketch", "names", "stochastic_rounding") if theirs[k] != ours[k]]
         if differ:
             detail = "; ".join(f"{k}: saved {theirs[k]}, here {ours[k]}" for k in differ if k != "names") or "other layers"
             raise ConfigError(f"saved LoGRA state does not fit this one: {detail}")
-        super().load_state_dict(state_dict)
+        super().load_state_dict(state_dict | {"param_groups": [state_dict["param_groups"][0] | {"logra": theirs}]})
         for name, target in self.targets.items():
             if "master" in self.state[target.sketch]:
                 self.weights.masters[name] = self.state[target.sketch]["master"]
@@ -256,11 +270,17 @@ class LoGRA(torch.optim.Optimizer):
     # ---- what distributed.py does in another way
 
     def _make_weights(self) -> Weights:
-        return Weights({n: t.module for n, t in self.targets.items()})
+        kind = RoundedWeights if self.optim_config.stochastic_rounding else Weights
+        return kind({n: t.module for n, t in self.targets.items()})
 
     def _missing(self) -> list[str]:
         """Targets that no backward has reached."""
         return [n for n, t in self.targets.items() if t.sketch.grad is None]
+
+    def _largest(self) -> list[float]:
+        """Largest magnitude (or NaN) of each target's weight."""
+        weights = (self.weights.stored(n) for n in self.targets)
+        return [float(torch.stack(W_DK.aminmax()).abs().max()) if W_DK.numel() else 0.0 for W_DK in weights]
 
     def _sketch_norms(self) -> list[float]:
         return torch.stack(torch._foreach_norm([t.sketch.grad for t in self.targets.values()])).tolist()
@@ -282,5 +302,5 @@ class LoGRA(torch.optim.Optimizer):
             target.redraw(self._spec())
 
     def _weight_norms_sq(self) -> list[float]:
-        norms = torch._foreach_norm([self.weights.master(n) for n in self.targets])
+        norms = [torch._foreach_norm([self.weights.master(n)])[0] for n in self.targets]  # one by one: masters may be made for the occasion
         return torch.stack(norms).double().square().tolist()

@@ -38,6 +38,7 @@ class Layout(Checked):
     frozen_masters: fp32 also of the weights that LoGRA and LoRA never train (embeddings, norms, head); else those are kept in bf16 alone.
     sketch_rows: S by rows while it accumulates, else whole on every GPU. projection: as `SketchConfig.projection_storage`.
     shared_inputs: q, k, v and gate, up keep one A. logit_chunk: as `PPOConfig.logit_chunk`. dense_all: dense trains all weights.
+    bf16_alone: all weights in bf16 and no masters, LoGRA with `OptimConfig.stochastic_rounding`; not for float32 passes.
     """
 
     compute_copy: bool = True
@@ -47,27 +48,26 @@ class Layout(Checked):
     shared_inputs: bool = False
     logit_chunk: int = 0
     dense_all: bool = True
+    bf16_alone: bool = False
 
     def _check(self) -> None:
         self._choice("projection", STORAGES)
         self._need("logit_chunk", self.logit_chunk >= 0, ">= 0")
 
 
-PAPER = Layout()
-BEST = Layout(False, False, True, "bits", True, 256, False)
+PAPER, BEST = Layout(), Layout(False, False, True, "bits", True, 256, False)
 
 
 def layout_of(cfg: TrainConfig) -> Layout:
-    """What this package keeps in a run of `cfg`: fp32 shards of all weights, S whole until the update. ConfigError for a two-sided sketch."""
-    if cfg.sketch.kind != "one_sided":
-        raise ConfigError(f"SketchConfig.kind = {cfg.sketch.kind!r}: the planner counts one_sided only")
-    return Layout(False, True, False, cfg.sketch.projection_storage, cfg.sketch.share_inputs, cfg.ppo.logit_chunk, False)
+    """What this package keeps in a run of `cfg`: fp32 (or bf16) shards of all weights, S whole until the update. ConfigError if two-sided."""
+    if (sketch := cfg.sketch).kind != "one_sided":
+        raise ConfigError(f"SketchConfig.kind = {sketch.kind!r}: the planner counts one_sided only")
+    return Layout(False, True, False, sketch.projection_storage, sketch.share_inputs, cfg.ppo.logit_chunk, False, cfg.optim.stochastic_rounding)
 
 
 @dataclass(frozen=True)
 class Switch:
     """One step towards `BEST`: title, change of the layout, and the setting of this package that turns it on ("" while it is planned).
-
     before: what it replaces, where `PAPER` has it already.
     """
 
@@ -234,7 +234,7 @@ def _state(shape: _Shape, method: str, rank: int, gpus: int, layout: Layout, dty
     """Bytes by category that stay between steps, and of the gradients (or S)."""
     full, factors = dtype == torch.float32, rank * (shape.d + shape.k)
     trained = {"dense": shape.all if layout.dense_all else shape.trained, "logra": shape.trained, "lora": 0}[method]
-    masters = shape.all if layout.frozen_masters else trained
+    masters = 0 if layout.bf16_alone else shape.all if layout.frozen_masters else trained
     weights = 4 * shape.all if full else 2 * (shape.all if layout.compute_copy else shape.all - masters)
     masters = 0 if full else 4 * masters
     state = {"weights": weights // gpus, "masters": masters // gpus}

@@ -94,7 +94,7 @@ def _convert(source: Path, target: Path) -> None:
     tokenizer.save_pretrained(target)
 
 
-def load_policy(name_or_path: str | Path | None = None, dtype: torch.dtype = torch.float32, **kwargs):
+def load_policy(name_or_path: str | Path | None = None, dtype: torch.dtype | str = torch.float32, **kwargs):
     """(model, tokenizer): a causal LM in evaluation mode with the stated dtype.
 
     Args:

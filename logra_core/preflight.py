@@ -118,7 +118,8 @@ def disk(cfg: TrainConfig, shape: str) -> Check:
     """Room for two checkpoints (the old one goes when the new one is whole) and one full message to servers."""
     targets = sum(d * k for d, k in linear_shapes(shape, cfg.sketch.targets).values())
     state = 8 * targets if cfg.method == "dense" else 4 * sum(d for d, _ in linear_shapes(shape, cfg.sketch.targets).values())
-    needed = 2 * (4 * targets + state) + 4 * targets
+    size = getattr(torch, cfg.weight_dtype).itemsize
+    needed = 2 * (size * targets + state) + size * targets
     folder = Path(cfg.out).absolute()
     while not folder.exists():
         folder = folder.parent
@@ -136,6 +137,7 @@ def training_plan(launch: LaunchConfig, cfg: TrainConfig, shape: str, context: i
     layout = Layout(
         compute_copy=False, frozen_masters=True, sketch_rows=False, projection=cfg.sketch.projection_storage,
         shared_inputs=cfg.sketch.share_inputs, logit_chunk=cfg.ppo.logit_chunk, dense_all=False,
+        bf16_alone=cfg.optim.stochastic_rounding,
     )  # fmt: skip
     tokens = context or max(cfg.sampling.max_tokens * 4 // 3, cfg.sampling.max_tokens + 256)
     return plan(
@@ -146,9 +148,13 @@ def training_plan(launch: LaunchConfig, cfg: TrainConfig, shape: str, context: i
 
 
 def server_bytes(launch: LaunchConfig, cfg: TrainConfig, shape: str) -> int:
-    """Of one vLLM server: bf16 weights, fp32 masters of the targets twice (while an update commits), keys and values, headroom."""
+    """Of one vLLM server: bf16 weights, fp32 masters of the targets twice (while an update commits), keys and values, headroom.
+
+    Without masters what waits to be served and what to roll back to is 4 bytes a target of main memory: here only where the server is there.
+    """
     targets = sum(d * k for d, k in linear_shapes(shape, cfg.sketch.targets).values())
-    return 2 * parameters(shape) + 8 * targets + int(launch.kv_cache_gib * GIB) + (HEADROOM if launch.rollout_devices else GIB)
+    kept = 8 if not cfg.optim.stochastic_rounding else 0 if launch.rollout_devices else 4
+    return 2 * parameters(shape) + kept * targets + int(launch.kv_cache_gib * GIB) + (HEADROOM if launch.rollout_devices else GIB)
 
 
 def memory(launch: LaunchConfig, cfg: TrainConfig, shape: str) -> list[Check]:
@@ -156,7 +162,8 @@ def memory(launch: LaunchConfig, cfg: TrainConfig, shape: str) -> list[Check]:
     import psutil
 
     made, host = training_plan(launch, cfg, shape), psutil.virtual_memory().available
-    served, loaded = server_bytes(launch, cfg, shape), 4 * parameters(shape) * launch.ranks  # every rank reads the whole model, in fp32
+    size = getattr(torch, cfg.weight_dtype).itemsize
+    served, loaded = server_bytes(launch, cfg, shape), size * parameters(shape) * launch.ranks  # every rank reads the whole model
     if not launch.train_devices:
         needed = launch.ranks * made.peak + launch.servers * served
         detail = f"{needed / GIB:.1f} GiB planned for {launch.ranks} ranks ({made.peak / GIB:.1f}) and {launch.servers} server ({served / GIB:.1f})"
@@ -165,9 +172,15 @@ def memory(launch: LaunchConfig, cfg: TrainConfig, shape: str) -> list[Check]:
     found = [Check("memory, training", made.fits(room), made.answer(room))]
     if launch.rollout_devices:
         room = min(_capacity(d) for d in launch.rollout_devices)
-        detail = f"{served / GIB:.1f} of {room / GIB:.1f} GiB: bf16 weights, fp32 masters twice, {launch.kv_cache_gib:g} GiB of keys and values"
+        kept = "no masters" if cfg.optim.stochastic_rounding else "fp32 masters twice"
+        detail = f"{served / GIB:.1f} of {room / GIB:.1f} GiB: bf16 weights, {kept}, {launch.kv_cache_gib:g} GiB of keys and values"
         found.append(Check("memory, server", served <= room, detail))
-    return [*found, Check("memory, host", loaded <= host, f"{loaded / GIB:.0f} GiB needed while {launch.ranks} ranks load fp32 weights")]
+    when = f"{launch.ranks} ranks load {'bf16' if cfg.optim.stochastic_rounding else 'fp32'} weights"
+    if cfg.optim.stochastic_rounding:
+        targets = sum(d * k for d, k in linear_shapes(shape, cfg.sketch.targets).values())
+        if (waiting := 4 * targets * launch.servers) > loaded:
+            loaded, when = waiting, f"an update commits in {launch.servers} servers"
+    return [*found, Check("memory, host", loaded <= host, f"{loaded / GIB:.0f} GiB needed while {when}")]
 
 
 def _capacity(device: int) -> int:

@@ -56,6 +56,21 @@ def row_adam(S_DR, v_D, step: int, beta2: float, eps: float):
     return torch.tensor([[scale * u for u in row] for row in U], dtype=torch.float64), torch.tensor(v, dtype=torch.float64)
 
 
+def stochastic_round(x: torch.Tensor, bits: torch.Tensor) -> torch.Tensor:
+    """bf16 of fp32 x [...], away from zero where bits (0 to 65535, as many) say so: with probability (|x| − lower neighbour) / ulp.
+
+    Below the smallest normal number it is 0.
+    """
+    made = []
+    for value, draw in zip(x.double().flatten().tolist(), bits.flatten().tolist(), strict=True):
+        ulp = 2.0 ** (math.frexp(value)[1] - 8) if value else 1.0  # bf16 has 8 bits of mantissa, the leading one included
+        low = math.floor(abs(value) / ulp)
+        up = (abs(value) / ulp - low) + draw / 2**16 >= 1
+        size = (low + up) * ulp
+        made.append(0.0 if size < 2.0**-126 else math.copysign(size, value))
+    return torch.tensor(made, dtype=torch.float64).reshape(x.shape).to(torch.bfloat16)
+
+
 def kl(z_p_V, z_q_V, temperature: float = 1.0) -> float:
     """KL(softmax(z_p/T) ‖ softmax(z_q/T)) over one context, in nats, float64."""
 

@@ -129,5 +129,5 @@ class Resumable:
         return checkpoint.load(path)
 
     def _write(self, update: int, state: dict[str, Any]) -> None:
-        masters = {n: self.method.weights.master(n) for n in self.method.weights.modules}
-        checkpoint.save(self.out / "checkpoint", update, masters, state)
+        weights = {n: self.method.weights.stored(n) for n in self.method.weights.modules}
+        checkpoint.save(self.out / "checkpoint", update, weights, state)

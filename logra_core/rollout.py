@@ -185,10 +185,13 @@ class TransformersRollout:
 
     model: a causal LM that the engine takes over (hand it a copy of its own; sketches must not be attached to it). targets: as in
     `SketchConfig.targets`, the layers that follow the trainer's. run_id, version: what the weights are now (None: the first message
-    decides). batch_rows: sequences per `generate` call; part of what fixes the result, like the thread count.
+    decides). stochastic_rounding: as in `OptimConfig`. batch_rows: sequences per `generate` call; fixes the result too, like the thread count.
     """
 
-    def __init__(self, model, tokenizer, targets: tuple[str, ...], run_id: str | None = None, version: int = 0, batch_rows: int = 64):
+    def __init__(
+        self, model, tokenizer, targets: tuple[str, ...], run_id: str | None = None, version: int = 0, batch_rows: int = 64,
+        stochastic_rounding: bool = False,
+    ) -> None:  # fmt: skip
         from transformers import GenerationConfig
 
         if batch_rows < 1:
@@ -200,7 +203,7 @@ class TransformersRollout:
         # generate() fills unset options from the model's own generation config (top_k, repetition_penalty, ...): they would bend the
         # sampling distribution behind our back, so the copy gets an empty one.
         model.generation_config = GenerationConfig(eos_token_id=list(ends), pad_token_id=self.pad_id)
-        self._replica = Replica(model, targets, run_id=run_id, version=version)
+        self._replica = Replica(model, targets, run_id, version, stochastic_rounding)
 
     @property
     def version(self) -> int:
@@ -303,7 +306,11 @@ def make_engine(cfg: TrainConfig, run_id: str | None = None) -> RolloutEngine:
     if cfg.engine == "transformers":
         from .policy import load_policy
 
-        make = [lambda: TransformersRollout(*load_policy(cfg.model or None), cfg.sketch.targets, run_id=run_id)] * cfg.engines
+        def own() -> RolloutEngine:
+            policy = load_policy(cfg.model or None, cfg.weight_dtype)
+            return TransformersRollout(*policy, cfg.sketch.targets, run_id, stochastic_rounding=cfg.optim.stochastic_rounding)
+
+        make = [own] * cfg.engines
     elif cfg.engine_urls:
         from .rollout_server import ServerRollout
 

@@ -59,7 +59,7 @@ class _Served:
         return Staged(self.sender.commit, self.sender.abort)
 
     def fingerprint(self) -> str:
-        """Of the fp32 masters in the worker ("" before the first resync); what is served was compared with them at the last commit."""
+        """Of the worker's fp32 masters, else of what it serves ("" before the first resync); served was compared at the last commit."""
         return self._status("masters").get("fingerprint", "")
 
     def served_fingerprint(self) -> str:
@@ -117,7 +117,7 @@ class _Served:
 
 
 class VLLMRollout(_Served):
-    """An in-process vLLM with its own copy of the policy, served in bfloat16; its worker keeps fp32 masters of the target layers.
+    """An in-process vLLM with its own copy of the policy, served in bfloat16; its worker keeps fp32 masters if the trainer does.
 
     path: folder of a plain checkpoint (None: the embedded policy). tokenizer: decodes the responses (None: the one in `path`).
     max_model_len: tokens of prompt and response together (None: the model's own limit). kv_cache_gib: memory for keys and values.

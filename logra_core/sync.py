@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import xxhash
@@ -20,9 +21,12 @@ from torch import nn
 
 from .config import ConfigError
 from .projection import ProjectionSpec, at_rank, make_projection, projection_digest
+from .rounding import Rounding
 from .sketch import select_targets
+from .weights import Masters, RoundedWeights, Weights
 
-FORMAT = 1
+# The second is of bf16 weights without masters: whoever knows only the first refuses it.
+FORMAT, ROUNDING_FORMAT = 1, 2
 _DTYPES = {torch.bfloat16: "bfloat16", torch.float32: "float32", torch.float16: "float16"}
 
 
@@ -39,6 +43,7 @@ class SketchUpdate:
     widths: name -> K. ranks: name -> R where it is not that of `projection`.
     bases: name -> V [R, K] by value, rounded alike, where no seed gives V; any R; a shared tensor is sent once.
     fingerprint: of the weights after the update ("" when not checked). rounded: whether it may be merged and sent.
+    rounding_seed: of the stochastic rounding (rounding.py) of bf16 weights without masters; None: into fp32 masters, nothing is rounded.
     """
 
     run_id: str
@@ -51,6 +56,12 @@ class SketchUpdate:
     rounded: bool = False
     drawn: Mapping[str, torch.Tensor] = field(default_factory=dict, repr=False)  # A at hand already; saves drawing it again
     ranks: dict[str, int] = field(default_factory=dict)
+    rounding_seed: int | None = None
+
+    @property
+    def rounding(self) -> Rounding | None:
+        """Which random bits the merge rounds with."""
+        return None if self.rounding_seed is None else Rounding(self.rounding_seed, self.version)
 
     def basis(self, name: str, device: torch.device | str = "cpu") -> torch.Tensor:
         """V [R, K] fp32 of a layer."""
@@ -89,6 +100,8 @@ class SketchUpdate:
             "fingerprint": self.fingerprint if fingerprint is None else fingerprint,
             "same_basis": {n: source[id(V_RK)] for n, V_RK in self.bases.items() if source[id(V_RK)] != n},
         } | ({"ranks": self.ranks} if self.ranks else {})
+        if self.rounding_seed is not None:
+            header |= {"format": ROUNDING_FORMAT, "rounding_seed": self.rounding_seed}
         tensors = {f"U.{n}": t for n, t in self.factors.items()} | {f"V.{n}": self.bases[n] for n in source.values()}
         return _pack(header, tensors)
 
@@ -107,7 +120,10 @@ class SketchUpdate:
             bases |= {n: bases[first] for n, first in header["same_basis"].items()}
             widths, ranks = {n: int(k) for n, k in header["widths"].items()}, header.get("ranks", {})
             drawn = {n: make_projection(at_rank(projection, ranks, n), n, k) for n, k in widths.items() if n not in bases}
-            update = cls(header["run_id"], header["version"], projection, factors, widths, bases, header["fingerprint"], True, drawn, ranks)
+            seed = header["rounding_seed"] if rounds(header) else None
+            made = factors, widths, bases, header["fingerprint"], True, drawn, ranks, seed
+            update = cls(header["run_id"], header["version"], projection, *made)
+            update.rounding  # its seed and version are checked
         except (KeyError, TypeError, AttributeError, ConfigError) as error:
             raise SyncError(f"update message with a malformed header: {error!r}") from error
         if (ours := projection_digest(projection, {n: widths[n] for n in drawn}, drawn)) != header["projection_digest"]:
@@ -115,81 +131,16 @@ class SketchUpdate:
         return update
 
 
-class Masters:
-    """fp32 masters [D, K] of the target weights, by name. `publish` is where a subclass makes a change visible to what serves the model."""
-
-    def __init__(self, masters: dict[str, torch.Tensor]) -> None:
-        self.masters = masters
-
-    @property
-    def shapes(self) -> dict[str, tuple[int, int]]:
-        """name -> (D, K), in order."""
-        return {n: tuple(W_DK.shape) for n, W_DK in self.masters.items()}
-
-    def master(self, name: str) -> torch.Tensor:
-        """fp32 [D, K]."""
-        return self.masters[name]
-
-    def write_back(self, name: str) -> None:
-        """Called after each change of one layer."""
-
-    def publish(self) -> None:
-        """Called once after all layers changed and their fingerprint was right, and again after a failure put them back."""
-
-    def merge_(self, name: str, U_DR: torch.Tensor, V_RK: torch.Tensor) -> None:
-        """W ← W − U V in place; no [D, K] temporary (METHOD section 5)."""
-        W_DK = self.master(name)
-        W_DK.addmm_(U_DR.to(W_DK.device, torch.float32), V_RK.to(W_DK.device), alpha=-1)
-        self.write_back(name)
-
-    def set_(self, name: str, W_DK: torch.Tensor) -> None:
-        self.master(name).copy_(W_DK)
-        self.write_back(name)
-
-    def fingerprint(self, dtype: torch.dtype | None = None) -> str:
-        """128-bit digest (hex) of names and master bits: equal exactly when the policies are. With `dtype`: of the masters rounded to it."""
-        names = sorted(self.shapes)
-        return weight_fingerprint((n, self.master(n) if dtype is None else canonical(self.master(n).to(dtype))) for n in names)
-
-
-def canonical(W_DK: torch.Tensor) -> torch.Tensor:
-    """−0 and subnormals as +0: a weight read back through a matrix product cannot tell them apart."""
-    return torch.where(W_DK.abs() < torch.finfo(torch.float32).tiny, 0, W_DK)
-
-
-def weight_fingerprint(items: Iterable[tuple[str, torch.Tensor]]) -> str:
-    """Digest of names and of values as fp32, in the order given."""
-    digest = xxhash.xxh3_128()
-    for name, W_DK in items:
-        digest.update(name.encode())
-        digest.update(W_DK.detach().float().cpu().contiguous().numpy())
-    return digest.hexdigest()
-
-
-class Weights(Masters):
-    """Masters of the target layers of a model: the weight itself when it is fp32, else a copy that is rounded back after a change."""
-
-    def __init__(self, modules: dict[str, nn.Linear]) -> None:
-        self.modules = modules
-        super().__init__({n: m.weight.detach().float() for n, m in modules.items() if m.weight.dtype != torch.float32})
-
-    @property
-    def shapes(self) -> dict[str, tuple[int, int]]:
-        return {n: tuple(m.weight.shape) for n, m in self.modules.items()}
-
-    def master(self, name: str) -> torch.Tensor:
-        """fp32 [D, K], shared with the model where the model is fp32."""
-        return self.masters.get(name, self.modules[name].weight.detach())
-
-    def write_back(self, name: str) -> None:
-        if name in self.masters:
-            self.modules[name].weight.detach().copy_(self.masters[name])
-
-
 def full_state_bytes(weights: Masters, run_id: str, version: int) -> bytes:
-    """The full resync message: every target's fp32 master [D, K], run and version."""
+    """The full resync message: every target's fp32 master [D, K] (without masters: its bf16 weight), run and version."""
     header = {"format": FORMAT, "kind": "full", "run_id": run_id, "version": version, "fingerprint": weights.fingerprint()}
-    return _pack(header, {f"W.{n}": weights.master(n) for n in weights.shapes})
+    header |= {"format": ROUNDING_FORMAT} if weights.rounds else {}
+    return _pack(header, {f"W.{n}": weights.stored(n) for n in weights.shapes})
+
+
+def rounds(header: dict) -> bool:
+    """Whether a message is about bf16 weights without masters."""
+    return header["format"] == ROUNDING_FORMAT
 
 
 def message_header(data: bytes) -> dict:
@@ -214,10 +165,15 @@ class Replica:
         model: whose target layers follow the trainer's (other parameters must be equal already, they never train), or the masters alone.
         targets: as in `SketchConfig.targets`; not used with masters.
         run_id, version: what the weights are now; by default version 0 of whichever run sends first.
+        stochastic_rounding: as in `OptimConfig.stochastic_rounding`: the model is bf16 and no masters are kept. Not used with masters.
     """
 
-    def __init__(self, model: nn.Module | Masters, targets: tuple[str, ...] = (), run_id: str | None = None, version: int = 0) -> None:
-        self.weights = model if isinstance(model, Masters) else Weights(select_targets(model, targets))
+    def __init__(
+        self, model: nn.Module | Masters, targets: tuple[str, ...] = (), run_id: str | None = None, version: int = 0,
+        stochastic_rounding: bool = False,
+    ) -> None:  # fmt: skip
+        kind = RoundedWeights if stochastic_rounding else Weights
+        self.weights = model if isinstance(model, Masters) else kind(select_targets(model, targets))
         self.run_id, self.version = run_id, version
 
     def fingerprint(self) -> str:
@@ -227,7 +183,8 @@ class Replica:
         """Merge version n + 1, whole or not at all.
 
         Raises:
-            SyncError: anything else than the next update of this run, or the result is not the sender's; nothing has changed.
+            SyncError: anything else than the next update of this run, or the result is not the sender's. NonFiniteError: it is not
+            finite in bf16, where that is all that is kept. Nothing has changed.
         """
         self.prepare(update)()
 
@@ -247,6 +204,7 @@ class Replica:
         """
         update = SketchUpdate.from_bytes(update) if isinstance(update, (bytes, bytearray, memoryview)) else update
         self._check_order(update)
+        self._check_rounding(update.rounding_seed is not None)
         rank = dict.fromkeys(update.factors, update.projection.rank) | update.ranks | {n: t.shape[0] for n, t in update.bases.items() if t.dim() == 2}
         self._check_tensors({n: (t, (d, rank[n])) for n, t, (d, k) in self._pair(update.factors)}, "factor")
         self._check_tensors({n: (t, (rank.get(n), k)) for n, t, (d, k) in self._pair(update.bases, False)}, "basis")
@@ -255,7 +213,8 @@ class Replica:
 
         def commit() -> None:
             self._check_order(update)
-            self._commit(lambda name: self.weights.merge_(name, update.factors[name], update.basis(name)), update.fingerprint)
+            merge = self.weights.merge_
+            self._commit(lambda name: merge(name, update.factors[name], update.basis(name), update.rounding), update.fingerprint)
             self.run_id, self.version = update.run_id, update.version
 
         return commit
@@ -266,7 +225,10 @@ class Replica:
 
     def prepare_state(self, header: dict, state: dict[str, torch.Tensor]) -> Callable[[], None]:
         """As `prepare_full`, for a message read already."""
+        self._check_rounding(rounds(header))
         self._check_tensors({n: (t, shape) for n, t, shape in self._pair(state)}, "weight")
+        if self.weights.rounds and (other := {n: t.dtype for n, t in state.items() if t.dtype != torch.bfloat16}):
+            raise SyncError("weight not in bfloat16, though no masters are kept: " + ", ".join(f"{n} ({d})" for n, d in list(other.items())[:5]))
 
         def commit() -> None:
             self._commit(lambda name: self.weights.set_(name, state[name]), header["fingerprint"])
@@ -282,6 +244,11 @@ class Replica:
         if update.version != self.version + 1:
             kind = "repeated or out of order" if update.version <= self.version else "an earlier one was dropped"
             raise SyncError(f"update {update.version} at version {self.version} ({kind}): expected {self.version + 1}, or a full resync")
+
+    def _check_rounding(self, theirs: bool) -> None:
+        if theirs != self.weights.rounds:
+            kinds = {True: "rounds bf16 weights stochastically", False: "keeps fp32 masters"}
+            raise SyncError(f"stochastic_rounding differs: the sender {kinds[theirs]}, this replica {kinds[not theirs]}")
 
     def _pair(self, given: dict, all_of_them: bool = True):
         ours = self.weights.shapes
@@ -300,20 +267,20 @@ class Replica:
 
     @torch.no_grad()
     def _commit(self, change, fingerprint: str) -> None:
-        """Change every layer and publish; put all bits back on any failure (costs one copy of the target masters meanwhile)."""
-        kept: dict[str, torch.Tensor] = {}
+        """Change every layer and publish; put all bits back on any failure (costs one copy of what is stored meanwhile)."""
+        kept: dict[str, Any] = {}
         published = False
         try:
             for name in self.weights.shapes:
-                kept[name] = self.weights.master(name).clone()
+                kept[name] = self.weights.keep(name)
                 change(name)
             if fingerprint and (ours := self.fingerprint()) != fingerprint:
                 raise SyncError(f"weights after the update have fingerprint {ours}, the sender's {fingerprint}: the copies had drifted; resync")
             published = True
             self.weights.publish()
         except BaseException:
-            for name, W_DK in kept.items():
-                self.weights.set_(name, W_DK)
+            for name, before in kept.items():
+                self.weights.put_back_(name, before)
             if published:
                 self.weights.publish()
             raise
@@ -334,8 +301,9 @@ def _unpack(data: bytes, kind: str) -> tuple[dict, dict[str, torch.Tensor]]:
         digest = header.pop("digest")
     except (SafetensorError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise SyncError(f"not a whole LoGRA message ({len(data)} bytes): {error}") from error
-    if header.get("format") != FORMAT or header.get("kind") != kind:
-        raise SyncError(f"message of format {header.get('format')!r} and kind {header.get('kind')!r}: expected format {FORMAT}, kind {kind!r}")
+    if header.get("format") not in (FORMAT, ROUNDING_FORMAT) or header.get("kind") != kind:
+        given = f"message of format {header.get('format')!r} and kind {header.get('kind')!r}"
+        raise SyncError(f"{given}: expected format {FORMAT} or {ROUNDING_FORMAT}, kind {kind!r}")
     if (ours := _digest(header, tensors)) != digest:
         raise SyncError(f"message digest {digest}, content {ours}: corrupted on the way")
     return header, tensors

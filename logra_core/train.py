@@ -61,7 +61,7 @@ class Trainer(Resumable):
         self.quiet = False
         self.share_prefix = not cfg.gradient_checkpointing  # compute the common beginning of a microbatch's prompts once
         self._before_loading()
-        self.model, self.tokenizer = load_policy(cfg.model or None)
+        self.model, self.tokenizer = load_policy(cfg.model or None, cfg.weight_dtype)
         if self.tokenizer.chat_template is None:
             raise ConfigError(f"the tokenizer of {cfg.model!r} has no chat template; prompts are chat messages")
         self.pad_id = self.tokenizer.pad_token_id if self.tokenizer.pad_token_id is not None else self.tokenizer.eos_token_id
@@ -75,7 +75,7 @@ class Trainer(Resumable):
         self._rows = 0
 
     def _before_loading(self) -> None:
-        if self.cfg.compute_dtype != "float32":
+        if self.cfg.compute_dtype != self.cfg.weight_dtype:
             raise ConfigError(f"compute_dtype = {self.cfg.compute_dtype!r} needs torchrun (one process will do); here float32 is allowed")
         self.task = make_task(self.cfg.task)
 
@@ -152,7 +152,8 @@ class Trainer(Resumable):
             "update", update=update, version=method.version, reward_rate=sum(g.correct for g in grades) / len(grades), baseline=baseline,
             advantage=float(advantages.double().mean()), grades=statuses(grades), tokens=rollouts.tokens, **lengths(rollouts),
             **stats, grad_norm=grad_norm, **method.metrics(), exact_kl=measured,
-            payload_bytes=len(message.data), full_weights_bytes=4 * sum(m.weight.numel() for m in method.weights.modules.values()),
+            payload_bytes=len(message.data),
+            full_weights_bytes=sum(m.weight.numel() * m.weight.element_size() for m in method.weights.modules.values()),
         )  # fmt: skip
 
     def _respond(self, update: int) -> tuple[Rollouts, list[Grade]]:

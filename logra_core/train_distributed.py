@@ -204,7 +204,7 @@ class DistributedTrainer(Trainer):
     def _write(self, update: int, state: dict[str, Any]) -> None:
         weights, ranks = self.method.weights, self.ranks
         made = ranks.from_first(lambda: checkpoint.begin(self.out / "checkpoint", update))
-        rows = {n: ranks.as_dtensor(weights.master(n), d) for n, (d, _) in weights.shapes.items()}
+        rows = {n: ranks.as_dtensor(weights.stored(n), d) for n, (d, _) in weights.shapes.items()}
         noted = checkpoint.save_shards(made, rows, state)
         ranks.on_first(lambda: checkpoint.finish(made, noted))
 

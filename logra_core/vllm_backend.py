@@ -1,11 +1,7 @@
 """The `logra` weight-transfer backend of vLLM: sketch updates go into a running engine, exactly and whole or not at all.
 
-Belongs here: what runs inside each vLLM worker (`LoGRAEngine`) and the version guard. The trainer's side is in vllm_sender.py, rollouts
-are in rollout_vllm.py, the entry point in vllm_plugin.py.
-
-What a worker serves is round(master), bit for bit. It keeps the fp32 masters of the target layers itself, because a 16-bit weight
-would swallow most small updates. State per target parameter and worker: 4 bytes of master beside the 2 bytes served; while an update
-commits, another 4 bytes (the copy to roll back to). Where vLLM packs weights (CPU) they go in through its layerwise reload.
+Belongs here: what runs inside each vLLM worker (`LoGRAEngine`) and the version guard. The weights themselves are in vllm_weights.py, the
+trainer's side in vllm_sender.py, rollouts in rollout_vllm.py, the entry point in vllm_plugin.py.
 """
 
 from __future__ import annotations
@@ -20,7 +16,7 @@ import torch
 import vllm
 import xxhash
 
-from .sync import Masters, Replica, SyncError, canonical, read_full_state, weight_fingerprint
+from .sync import Replica, SyncError, read_full_state, rounds
 
 KNOWN = ("0.32",)
 if ".".join(vllm.__version__.split(".")[:2]) not in KNOWN:
@@ -32,113 +28,10 @@ from vllm.distributed.weight_transfer.base import (  # noqa: E402
     WeightTransferInitInfo,
     WeightTransferUpdateInfo,
 )
-from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod  # noqa: E402
-from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload  # noqa: E402
+
+from .vllm_weights import ServedMasters, ServedRounded, locate  # noqa: E402
 
 KINDS = ("update", "full", "abort")
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where a layer of the trainer is in the served model: `rows` of the weight of `module` (at `path`), which holds `parts`."""
-
-    module: torch.nn.Module
-    path: str
-    rows: slice
-    shape: tuple[int, int]
-    parts: tuple[str, ...]
-
-
-def locate(model: torch.nn.Module, names: list[str]) -> dict[str, Place]:
-    """The place of every trainer layer; fused ones (qkv, gate and up) by the model's own `packed_modules_mapping`.
-
-    Raises:
-        SyncError: naming each layer that is not there or is not a plain linear layer (quantised, wrapped, tied).
-    """
-    modules, packed = dict(model.named_modules()), getattr(model, "packed_modules_mapping", {}) or {}
-    places, problems = {}, []
-    for name in names:
-        prefix, _, last = name.rpartition(".")
-        fused, parts = next(((f, p) for f, p in packed.items() if last in p), (last, [last]))
-        path = f"{prefix}.{fused}"
-        module = modules.get(path)
-        if not isinstance(module, LinearBase) or type(module.quant_method) is not UnquantizedLinearMethod:
-            method = type(getattr(module, "quant_method", None)).__name__
-            problems.append(f"{name} ({'not there' if module is None else f'{path} is {type(module).__name__} with {method}'})")
-            continue
-        sizes = list(getattr(module, "output_sizes", [module.output_size]))
-        if len(sizes) != len(parts):
-            problems.append(f"{name} ({path} has {len(sizes)} parts, expected {', '.join(parts)})")
-            continue
-        at = parts.index(last)
-        rows = slice(sum(sizes[:at]), sum(sizes[: at + 1]))
-        places[name] = Place(module, path, rows, (sizes[at], module.input_size), tuple(f"{prefix}.{p}" for p in parts))
-    if problems:
-        raise SyncError(f"this vLLM cannot take {len(problems)} of {len(names)} layers: {'; '.join(problems[:5])}")
-    return places
-
-
-class ServedMasters(Masters):
-    """fp32 masters of `names`, and the model that serves them rounded. They start as what is served now."""
-
-    def __init__(self, model: torch.nn.Module, model_config: Any, names: list[str]) -> None:
-        self.model, self.model_config, self.dtype = model, model_config, model_config.dtype
-        self.places = locate(model, names)
-        self.consistent = True
-        served = self.served()  # copies: an fp32 model would otherwise share its weights with the masters
-        super().__init__({n: W_DK.to(torch.float32, copy=True) for n, W_DK in served.items()})
-        # A fused layer is loaded whole, so the parts of it that do not train are kept as they are (2 bytes a parameter).
-        others = locate(model, sorted({p for place in self.places.values() for p in place.parts if p not in self.masters}))
-        self.fixed = {n: self.whole(place.module)[place.rows].clone() for n, place in others.items()}
-
-    @torch.no_grad()
-    def whole(self, module: torch.nn.Module) -> torch.Tensor:
-        """The weight [D, K] that `module` multiplies by: as stored, or where only a packed form is left, its product with one-hot inputs."""
-        if module.weight.numel():
-            return module.weight.detach()
-        eye_KK = torch.eye(module.input_size, dtype=self.dtype, device=module.weight.device)
-        return module.quant_method.apply(module, eye_KK, None).T.contiguous()
-
-    def served(self) -> dict[str, torch.Tensor]:
-        """name -> what is served [D, K], in the model's dtype."""
-        found = {}
-        for names in self._by_module():
-            whole = self.whole(self.places[names[0]].module)
-            found |= {n: whole[self.places[n].rows] for n in names}
-        return found
-
-    def _by_module(self) -> list[list[str]]:
-        groups: dict[str, list[str]] = {}
-        for name, place in self.places.items():
-            groups.setdefault(place.path, []).append(name)
-        return list(groups.values())
-
-    @torch.no_grad()
-    def publish(self) -> None:
-        """Serve round(master) of every layer and read it back.
-
-        Raises:
-            SyncError: what is served is not what was loaded. `consistent` stays false until a later publication succeeds.
-        """
-        self.consistent = False
-        for names in self._by_module():
-            self._load(self.places[names[0]])
-        served = self.served()
-        if wrong := [n for n in self.masters if not torch.equal(canonical(served[n]), canonical(self.master(n).to(self.dtype)))]:
-            raise SyncError(f"served weights of {', '.join(wrong[:5])} are not the masters rounded to {self.dtype}")
-        self.consistent = True
-
-    def _load(self, place: Place) -> None:
-        weights = [(p, self.master(p).to(self.dtype) if p in self.masters else self.fixed[p]) for p in place.parts]
-        initialize_layerwise_reload(place.module)
-        try:
-            self.model.load_weights([(f"{n}.weight", w) for n, w in weights])
-        finally:
-            finalize_layerwise_reload(place.module, self.model_config)
-
-    def served_fingerprint(self) -> str:
-        """Digest of the served weights; the trainer's is `Masters.fingerprint(dtype)`."""
-        return weight_fingerprint((n, canonical(W_DK)) for n, W_DK in sorted(self.served().items()))
 
 
 @dataclass
@@ -227,12 +120,12 @@ class LoGRAEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     def status(self, digests: str = "") -> dict[str, Any]:
         """run_id, version, layers; digests "masters": their fingerprint, "served": also that of the weights as served."""
         r = self.replica
-        found = {"run_id": r and r.run_id, "version": r.version if r else 0, "layers": len(r.weights.masters) if r else 0}
+        found = {"run_id": r and r.run_id, "version": r.version if r else 0, "layers": len(r.weights.shapes) if r else 0}
         found["consistent"] = r is None or r.weights.consistent
         if digests and r:
             found["fingerprint"] = r.fingerprint()
         if digests == "served" and r:
-            found["served"] = r.weights.served_fingerprint()
+            found["served"] = found["fingerprint"] if r.weights.rounds else r.weights.served_fingerprint()
         return found
 
     def _update(self, data: bytes) -> Callable[[], None]:
@@ -246,11 +139,12 @@ class LoGRAEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     def _full(self, data: bytes) -> Callable[[], None]:
         header, state = read_full_state(data)
         replica = self.replica
-        if replica is None or set(replica.weights.masters) != set(state):
+        if replica is None or set(replica.weights.shapes) != set(state) or replica.weights.rounds != rounds(header):
             places = locate(self.model, list(state))
             if wrong := [f"{n}: {list(t.shape)}, expected {list(places[n].shape)}" for n, t in state.items() if tuple(t.shape) != places[n].shape]:
                 raise SyncError("weight of the wrong shape: " + "; ".join(wrong[:5]))
-            replica = Replica(ServedMasters(self.model, self.model_config, list(state)))
+            kind = ServedRounded if rounds(header) else ServedMasters
+            replica = Replica(kind(self.model, self.model_config, list(state)))
         if self._frozen:
             self._check_frozen()
         inner = replica.prepare_state(header, state)

@@ -2,7 +2,7 @@
 
     python tests/gpu_check.py [--device cuda] [--model ""] [--rank 256] [--rows 4] [--tokens 1024] [--vllm]
 
-Projections have the CPU's bits; sketches equal the dense G Aᵀ; the JVP predicts the exact KL; an update in place keeps every data_ptr;
+Projections and stochastic rounding have the CPU's bits; sketches equal the dense G Aᵀ; the JVP predicts the exact KL; an update in place keeps every data_ptr;
 then time and the allocator's peak of one step: all weights frozen, LoGRA, dense AdamW. --vllm: an engine on the same card follows three
 updates and serves bf16 of the masters in the same storages. Nothing here has run on a GPU yet: figures belong to whoever runs it.
 """
@@ -17,6 +17,7 @@ import torch
 
 from logra_core import LoGRA, OptimConfig, ProbeBatch, ProjectionSpec, SketchConfig, exact_kl, full_state_bytes, load_policy, make_projection
 from logra_core.kl import q_jvp
+from logra_core.rounding import Rounding, stochastic_round
 from logra_core.sketch import select_targets
 
 failed: list[str] = []
@@ -38,6 +39,9 @@ def exactness(model, ids: torch.Tensor, rank: int, device: torch.device) -> LoGR
         spec = ProjectionSpec(0, 3, rank, kind)
         differ = (make_projection(spec, "a.q_proj", 576, device=device).cpu() != make_projection(spec, "a.q_proj", 576)).sum()
         check(f"{kind} entries that differ from the CPU's", float(differ), 0)
+    W_DK = 0.02 * torch.randn(3000, 1000, generator=torch.Generator().manual_seed(0))
+    here, there = (stochastic_round(W_DK.to(where), Rounding(0, 1), "a.q_proj").cpu() for where in ("cpu", device))
+    check("stochastically rounded entries that differ from the CPU's", float((here != there).sum()), 0)
     targets = select_targets(model, SketchConfig().targets)
     for layer in targets.values():
         layer.weight.requires_grad_(True)

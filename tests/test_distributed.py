@@ -23,14 +23,14 @@ from models import SWITCHES, policy_loss, probe_batch, random_ids, real_llm, sco
 from test_train import exact, first_digit, settings
 from tiny import tiny_policy
 
-from logra_core import ConfigError, KLConfig, LoGRA, OptimConfig, SketchConfig, checkpoint, kl, optim
+from logra_core import ConfigError, KLConfig, LoGRA, NonFiniteError, OptimConfig, Replica, SketchConfig, checkpoint, full_state_bytes, kl, optim
 from logra_core.distributed import ShardedLoGRA, SharedProbe, decoder_blocks, shard
 from logra_core.ranks import Ranks, outside_launch, rows_of, spare_devices
 from logra_core.runlog import read_log
-from logra_core.sync import weight_fingerprint
 from logra_core.train import Trainer
 from logra_core.train import main as train_main
 from logra_core.train_distributed import DistributedTrainer
+from logra_core.weights import canonical, weight_fingerprint
 
 TOLERANCE = 1e-6  # relative, of norms; measured: up to 4e-7 on sketches, 3e-8 on weights
 ROUNDING = 1e-5  # relative, of an exact KL (a difference of nearly equal log-probs) and of what later updates make of TOLERANCE; measured 3e-6
@@ -332,6 +332,66 @@ def test_bf16_compute_keeps_fp32_masters(tmp_path, as_weights):
             assert torch.equal(W.float(), seen[-1][n].to(torch.bfloat16).float() if as_weights else seen[-1][n])
 
 
+ROUNDING = OptimConfig(update_ratio=1e-2, stochastic_rounding=True)
+
+
+def rounded(kind: str = "tiny"):
+    return build(kind, True).to(torch.bfloat16)
+
+
+def rounded_steps(folder, kind: str) -> dict:
+    """Updates of ranks that keep no masters, each sent to a replica; and what is refused."""
+    ranks, model = Ranks(60), rounded(kind)
+    shard(model, ranks, "bfloat16")
+    logra, replica, messages = ShardedLoGRA(model, ranks, settings_of()[0], ROUNDING), Replica(rounded(kind), SketchConfig().targets, stochastic_rounding=True), []
+
+    def step(i):
+        microbatch(model, 2 * i + ranks.rank).backward()
+        return logra.apply(logra.propose(), 0.7).to_bytes(logra.weights.fingerprint())
+
+    for i in range(2):
+        messages.append(step(i))
+        replica.apply(messages[-1])
+    state, weights = logra.state_dict(), logra.weights.assembled()
+    full = full_state_bytes(weights, logra.run_id, logra.version) if ranks.first else None
+    rows = {n: logra.weights.stored(n) for n in logra.targets}
+    kept = {str(t.dtype) for t in rows.values()}, len(logra.weights.masters), [k for s in logra.state.values() for k in s if k != "v"]
+    again = rounded(kind)
+    shard(again, ranks, "bfloat16")
+    other = ShardedLoGRA(again, ranks, settings_of()[0], ROUNDING)
+    other.load_state_dict(copy.deepcopy(state))
+    for n, (d, _) in logra.weights.shapes.items():
+        other.weights.set_(n, ranks.as_dtensor(rows[n].clone(), d))
+    messages.append(step(2))
+    logra, model = other, again
+    same = step(2) == messages[-1]  # resumed, to the same bits
+    replica.apply(messages[-1])
+    microbatch(model, ranks.rank).backward()
+    update = logra.propose()
+    if ranks.rank == 1:
+        logra.weights.stored("model.layers.1.mlp.up_proj")[0, 0] = float("nan")
+    before = {n: logra.weights.stored(n).clone() for n in logra.targets}
+    with pytest.raises(NonFiniteError, match="up_proj holds NaN"):
+        logra.apply(update)
+    same &= all(torch.equal(W.view(torch.int16), logra.weights.stored(n).view(torch.int16)) for n, W in before.items())
+    ranks.close()
+    return {"messages": messages, "replica": replica.fingerprint(), "full": full, "kept": kept, "same": same, "version": logra.version}
+
+
+@pytest.mark.parametrize(("kind", "world"), [("tiny", 2), ("odd", 3)])
+def test_ranks_without_masters_round_as_a_replica_does(tmp_path, kind, world):
+    """Every rank rounds its rows with the bits of the whole: a replica follows, in this process too, and the state goes on bit for bit."""
+    seen = Launch(world, rounded_steps, tmp_path, kind).results()
+    assert all(s["messages"] == seen[0]["messages"] and s["same"] and s["version"] == 3 for s in seen)
+    replica, late = (Replica(rounded(kind), SketchConfig().targets, stochastic_rounding=True) for _ in range(2))
+    for message in seen[0]["messages"]:
+        replica.apply(message)
+    late.resync(seen[0]["full"])
+    late.apply(seen[0]["messages"][2])
+    assert {replica.fingerprint(), late.fingerprint()} == {s["replica"] for s in seen}
+    assert all(s["kept"] == ({"torch.bfloat16"}, 0, []) for s in seen)
+
+
 def test_decoder_blocks_are_found_with_and_without_a_hint():
     model = tiny_llama()
     assert decoder_blocks(model) == list(model.model.layers)
@@ -413,6 +473,21 @@ def test_a_run_goes_on_with_other_numbers_of_ranks(policy, whole_runs, tmp_path,
         before = (tmp_path / "run" / "log.jsonl").read_bytes()
         assert Launch(2, train, tmp_path / "finished", cfg).results() == [("end", 5)] * 2
         assert (tmp_path / "run" / "log.jsonl").read_bytes() == before
+
+
+def test_a_run_without_masters_goes_on_in_one_process_and_on_ranks(policy, tmp_path):
+    """bf16 weights with stochastic rounding; before every rollout the engine's fingerprint is compared with the trainer's."""
+    for world, updates in zip((2, 0, 2), (1, 2, 3)):
+        changes = {"optim": {"stochastic_rounding": True}, "compute_dtype": "bfloat16", "eval_every": 0, "exact_kl_every": 0}
+        cfg = run_settings(policy, tmp_path / "run", updates=updates, **changes)
+        if world:
+            assert Launch(world, train, tmp_path / f"at-{updates}", cfg).results() == [("end", updates)] * world
+        else:
+            train_alone(cfg)
+        weights, rows, state = outcome(cfg)
+        assert {W.dtype for W in weights.values()} == {torch.bfloat16} and rows[-1]["fingerprint"] == state["fingerprint"]
+        fingerprint = weight_fingerprint((n, canonical(W)) for n, W in sorted(weights.items()))
+        assert fingerprint == state["fingerprint"] and state["update"] == updates
 
 
 def test_ranks_with_little_memory_train_as_one_process_does(policy, tmp_path):

@@ -112,6 +112,21 @@ def test_simulation_equals_measurement_with_the_switches(method, settings, monke
         assert real.projections <= plain.projections / 16 and real.gradients == plain.gradients  # 32 entries of inputs fill half a word
 
 
+def test_stochastic_rounding_leaves_no_masters(monkeypatch):
+    """What is measured is what is there: 4 bytes a trained weight less, nothing else changes; a merge takes a layer in fp32 at a time."""
+    monkeypatch.setitem(shapes_module.SHAPES, "small", SMALL)
+    trained, ids = full_payload(linear_shapes("small"), 1), random_ids(2, 24, 96)
+    model = build(model_config("small"), torch.bfloat16).eval()
+    plain, real = (measure_step(model, "logra", 4, ids, True, stochastic=s) for s in (False, True))
+    fake = simulate_step("small", "logra", 4, 24, rows=2, stochastic=True)
+    assert plain.masters == 4 * trained and real.masters == 0 and real.state == plain.state - 4 * trained == fake.state
+    assert real.peak == plain.peak - 4 * trained == fake.peak
+    largest = max(d * k for d, k in linear_shapes("small").values())
+    assert real.scratch <= plain.scratch + 24 * largest  # fp32, its products and bits; measured in one chunk
+    with pytest.raises(ConfigError, match="logra, two_sided"):
+        simulate_step("small", "dense", 4, 24, stochastic=True)
+
+
 def test_masters_are_counted_for_bf16_weights(monkeypatch):
     monkeypatch.setitem(shapes_module.SHAPES, "small", SMALL)
     trained = full_payload(linear_shapes("small"), 1)

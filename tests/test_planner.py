@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from models import probe_batch, random_ids, real_llm
 
 from logra_core import ConfigError, KLConfig, LoGRA, SketchConfig, predict_q
-from logra_core.config import PPOConfig, TrainConfig
+from logra_core.config import OptimConfig, PPOConfig, TrainConfig
 from logra_core.memory import measure_step, storage_bytes
 from logra_core.planner import BEST, CATEGORIES, H100, PAPER, PHASES, SWITCHES, Layout, PhaseMeter, layout_of, plan, saving
 from logra_core.shapes import linear_shapes, parameters
@@ -139,6 +139,16 @@ def test_more_gpus_or_less_work_never_need_more():
     one = plan(NAME, "lora", tokens=64)
     assert "probe" not in one.phases and set(one.phases) <= set(PHASES) and set(one.phases["update"]) == set(CATEGORIES)
     assert one.total("probe") == 0 and PAPER == Layout()
+
+
+def test_bf16_alone_is_the_sum_of_its_shapes():
+    """Stochastic rounding: 2 bytes a weight and no masters, where fp32 shards take 4."""
+    cfg = TrainConfig(compute_dtype="bfloat16", optim=OptimConfig(stochastic_rounding=True))
+    layout = layout_of(cfg)
+    assert layout.bf16_alone and not layout_of(TrainConfig()).bf16_alone
+    made, masters = (plan(NAME, "logra", tokens=64, layout=x).phases["update"] for x in (layout, replace(layout, bf16_alone=False)))
+    assert (made["weights"], made["masters"]) == (2 * parameters(NAME) // 4, 0)
+    assert (masters["weights"], masters["masters"]) == (0, 4 * parameters(NAME) // 4)
 
 
 def test_bad_input_is_named():

@@ -86,6 +86,10 @@ def test_of_the_27b_run_training_fits_and_a_server_does_not(node):
     """The masters that the rollout backend keeps for exactness are too large for one 80 GB GPU."""
     found = checks("gym_27b_logra.yaml", shape="27B (assumed)", **GPUS)
     assert found["memory, training"].ok and not found["memory, server"].ok and not found["model"].ok
+    rounded = ["optim.stochastic_rounding=true", "compute_dtype=bfloat16"]
+    found = checks("gym_27b_logra.yaml", rounded, "27B (assumed)", **GPUS)
+    assert found["memory, server"].ok and "no masters" in found["memory, server"].detail and found["memory, training"].ok
+    assert "while an update commits in 4 servers" in found["memory, host"].detail
     unchunked = checks("gym_27b_logra.yaml", ["ppo.logit_chunk=0"], shape="27B (assumed)", **GPUS)["memory, training"]
     assert not unchunked.ok and "does not fit" in unchunked.detail and "largest term: logits" in unchunked.detail
     launch = LaunchConfig(str(RECIPES / "gym_27b_logra.yaml"), **GPUS)

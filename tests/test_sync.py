@@ -159,8 +159,8 @@ def test_every_fault_is_refused_whole_and_a_resync_heals(fault, messages):
     refused_whole(*FAULTS[fault], messages)
 
 
-def refused_whole(make, words, messages):
-    replica = Replica(tiny_llama(), TARGETS)
+def refused_whole(make, words, messages, fresh=lambda: Replica(tiny_llama(), TARGETS)):
+    replica = fresh()
     replica.apply(messages["first"])
     before = replica.fingerprint(), replica.version, replica.run_id
     with pytest.raises(SyncError, match=words):

@@ -211,6 +211,21 @@ def test_the_memory_switches_change_nothing_but_memory(policy, tmp_path):
             assert chunked[key] == pytest.approx(plain[key], rel=1e-4, abs=1e-7), key
 
 
+def test_a_run_without_masters_resumes_to_the_same_bits(policy, tmp_path):
+    """bf16 weights with stochastic rounding: engine and trainer agree before every rollout (the loop raises if not), a checkpoint goes on."""
+    changes = {"optim": {"stochastic_rounding": True}, "compute_dtype": "bfloat16", "updates": 3, "checkpoint_every": 1, "eval_every": 0}
+    trainer, end, header, whole = run(settings(policy, tmp_path / "whole", **changes), first_digit)
+    run(settings(policy, tmp_path / "parts", **changes | {"updates": 1}), first_digit)
+    with pytest.raises(ConfigError, match="optim.stochastic_rounding .saved True, now False"):
+        run(settings(policy, tmp_path / "parts", updates=3, checkpoint_every=1, eval_every=0), first_digit)
+    _, again, _, rows = run(settings(policy, tmp_path / "parts", **changes), first_digit)
+    kept = [exact(r) for r in rows if r["kind"] == "update"]
+    assert kept == [exact(r) for r in whole if r["kind"] == "update"] and again["fingerprint"] == end["fingerprint"]
+    assert all(r["full_weights_bytes"] == 2 * header["trained_weights"] for r in kept)
+    weights, _ = checkpoint.load(checkpoint.latest(tmp_path / "parts" / "checkpoint"))
+    assert all(torch.equal(W, trainer.method.weights.stored(n)) and W.dtype == torch.bfloat16 for n, W in weights.items())
+
+
 METHODS = (("logra", "one_sided"), ("logra", "two_sided"), *((m, "one_sided") for m in VARIANTS[1:]))
 SPOILED = [(m, s, w) for m, s in METHODS for w in ("gradient", "loss")]
 

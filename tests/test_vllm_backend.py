@@ -281,6 +281,30 @@ def test_layers_that_vllm_does_not_have_are_refused_by_name(run):
     refused(run, lambda: run.engine.resync(full_state_bytes(wrong, run.logra.run_id, 0)), "model.embed_tokens is VocabParallelEmbedding")
 
 
+def test_a_trainer_without_masters_is_followed_without_masters(run, tmp_path):
+    """The same engine: a run of bf16 weights with stochastic rounding takes over, is followed bit for bit, and hands back."""
+    targets = sum(d * k for d, k in run.logra.weights.shapes.values())
+    assert rpc(run, "probe_kept") == 4 * targets
+    optim = OptimConfig(update_ratio=1e-4, stochastic_rounding=True)
+    other = SimpleNamespace(engine=run.engine, logra=LoGRA(real_llm()[0].to(torch.bfloat16), SketchConfig(rank=RANK), optim))
+    data = full(other)
+    assert len(data) < 1.01 * 2 * targets
+    run.engine.resync(data)
+    last = next_update(other)
+    run.engine.sync(last)
+    assert in_step(other) and rpc(run, "probe_kept") == 0
+    save_file({n: other.logra.weights.stored(n) for n in other.logra.targets}, tmp_path / "weights.safetensors")
+    assert rpc(run, "probe_served", str(tmp_path / "weights.safetensors")) == {"layers": 210, "names": True, "differ": []}
+    message = next_update(other)
+    refused(run, lambda: run.engine.sync(last), "repeated or out of order")
+    rpc(run, "probe_fail_at", 119)
+    refused(run, lambda: run.engine.sync(message), "worker failed at model.layers")
+    run.engine.sync(message)
+    assert in_step(other) and run.engine.generate(prompts(run.tokenizer, 1), GREEDY, 0).version == 2
+    run.engine.resync(full(run))
+    assert in_step(run) and rpc(run, "probe_kept") == 4 * targets
+
+
 def test_requests_in_flight_are_refused_and_end_on_the_old_weights(run):
     llm, (long,) = run.engine.llm, prompts(run.tokenizer, 1)
     alone = held(run.engine, [long])[0]
