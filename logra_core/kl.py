@@ -16,8 +16,9 @@ import torch
 import torch.autograd.forward_ad as fw
 from torch import nn
 
-from .blockwise import INSTEAD, forward_mode_attention
+from .blockwise import INSTEAD
 from .config import ConfigError, KLConfig
+from .forward_mode import forward_mode
 from .optim import NonFiniteError
 from .projection import canonical_name
 
@@ -129,7 +130,7 @@ def q_jvp(model: nn.Module, update: Proposal, probe: ProbeBatch, temperature: fl
         RuntimeError: an operation of the model has no forward-mode rule. ConfigError: its attention is of a kind without one.
     """
     total = 0.0
-    with _probing(model), fw.dual_level(), forward_mode_attention(model), _branch(model, update, None):
+    with _probing(model), forward_mode(model), _branch(model, update, None):
         for part in probe.parts(model.config.vocab_size):
             try:
                 z_CV, zdot_CV = fw.unpack_dual(_context_logits(model, part))

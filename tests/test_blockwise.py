@@ -1,13 +1,18 @@
 """Attention by blocks in forward mode against torch.func.jvp of plain softmax attention, and inside models against transformers' eager attention."""
 
+import contextlib
+
 import pytest
 import torch
 from models import half_training, policy_loss, probe_batch, random_ids, real_llm, tiny_llama
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.flop_counter import FlopCounterMode
 from transformers import Gemma2Config, Gemma2ForCausalLM, GptOssConfig, GptOssForCausalLM, MistralConfig, MistralForCausalLM
 from transformers.masking_utils import causal_mask_function, chunked_causal_mask_function, sliding_window_causal_mask_function
 
 from logra_core import ConfigError, LoGRA, OptimConfig, ProbeBatch, SketchConfig
 from logra_core.blockwise import EMPTY, FULL, NAME, PARTLY, Visible, attention_jvp, forward_mode_attention, visible_blocks
+from logra_core.forward_mode import forward_mode
 from logra_core.kl import q_jvp
 from logra_core.memory import TrackMemory
 
@@ -112,18 +117,34 @@ def test_memory_grows_as_the_length(monkeypatch):
     assert peaks[1] < 2.1 * peaks[0] < 2.1 * 4 * 2 * 4 * 512 * 512  # the second: four tensors of scores
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_fake_tensors_take_the_memory_of_real_ones(dtype, monkeypatch):
+    """As the planner counts the probe; which blocks are skipped cannot be known then."""
+    blocks(monkeypatch, 16)
+    made, peaks = operands(70, dtype=dtype), []
+    for mode in (contextlib.nullcontext(), FakeTensorMode()):
+        with mode:
+            given = [mode.from_tensor(x) for x in made] if isinstance(mode, FakeTensorMode) else made
+            visible = visible_blocks(2, 70, 70)
+            with TrackMemory() as memory:
+                attention_jvp(*given, visible, 0.3)
+        peaks.append(memory.peak)
+    assert peaks[0] == peaks[1] > 0
+
+
 # ------------------------------------------------------------------ in models
 
 
-def as_it_is(model):
-    """The model's own attention, with torch's kernels that have a forward-mode rule."""
-    return torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH)
+@contextlib.contextmanager
+def torchs_own_rules(model):
+    with torch.autograd.forward_ad.dual_level(), torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        yield
 
 
 def q_both(model, update, probe, monkeypatch):
     ours = q_jvp(model, update, probe)
     with monkeypatch.context() as patch:
-        patch.setattr("logra_core.kl.forward_mode_attention", as_it_is)
+        patch.setattr("logra_core.kl.forward_mode", torchs_own_rules)
         model.set_attn_implementation("eager")
         theirs = q_jvp(model, update, probe)
         model.set_attn_implementation("sdpa")
@@ -166,6 +187,20 @@ def test_only_one_kind_of_layer_updated(monkeypatch):
     policy_loss(model, ids).backward()
     ours, theirs = q_both(model, logra.propose(), probe_batch(ids, 5), monkeypatch)
     assert ours == pytest.approx(theirs, rel=1e-5)
+
+
+def test_linear_layers_take_two_products_and_no_zeros_of_the_weights_size():
+    """One for the value, one for the tangent; the rule is torch's where the weight has a tangent too."""
+    layer, g = torch.nn.Linear(24, 16).requires_grad_(False), torch.Generator().manual_seed(0)
+    x, x_dot, w_dot = (torch.randn(n, 24, generator=g) for n in (5, 5, 16))
+    with torch.no_grad(), forward_mode(layer), FlopCounterMode(display=False) as counter, TrackMemory() as memory:
+        y = torch.autograd.forward_ad.unpack_dual(layer(torch.autograd.forward_ad.make_dual(x, x_dot)))
+    assert torch.equal(y.primal, layer(x)) and torch.equal(y.tangent, x_dot @ layer.weight.T)
+    assert counter.get_total_flops() == 2 * (2 * 5 * 24 * 16) and memory.peak < 4 * 24 * 16
+    with torch.no_grad(), forward_mode(layer):
+        moving = torch.autograd.forward_ad.make_dual(layer.weight.detach(), w_dot)
+        y = torch.autograd.forward_ad.unpack_dual(torch.nn.functional.linear(torch.autograd.forward_ad.make_dual(x, x_dot), weight=moving))
+    assert torch.allclose(y.tangent, x_dot @ layer.weight.T + x @ w_dot.T, rtol=1e-5, atol=1e-6)
 
 
 def test_half_models_and_autocast():
