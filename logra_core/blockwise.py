@@ -1,6 +1,6 @@
 """Attention with a forward-mode rule that never holds a score for every pair of tokens: O(T · BLOCK) memory, any mask of transformers.
 
-O = P V / l with P = exp(S − m), S = scale · Q Kᵀ where a query sees a key and −∞ elsewhere, m its row's largest, l = Σ P. The tangents Q̇, K̇, V̇ give
+O = P V / l with P = exp(S − m), S = scale · Q Kᵀ where a query sees a key and −∞ elsewhere, m its row's largest, l = Σ P. Tangents Q̇, K̇, V̇ give
 Ṡ = scale · (Q̇ Kᵀ + Q K̇ᵀ) and Ȯ = [(P ⊙ Ṡ) V + P V̇] / l − (Σ P ⊙ Ṡ / l) · O. All sums run over blocks of keys and are rescaled as m grows
 (online softmax: Milakov and Gimelshein 2018; Dao et al. 2022). Belongs here: that rule, which blocks are to be visited, and the switch
 that makes a model attend so. It is for forward mode alone: nothing is kept for a backward pass.
