@@ -15,9 +15,10 @@ from typing import Protocol
 import torch
 import torch.autograd.forward_ad as fw
 from torch import nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from .blockwise import INSTEAD
 from .config import ConfigError, KLConfig
+from .forward_mode import forward_mode
 from .optim import NonFiniteError
 from .projection import canonical_name
 
@@ -124,21 +125,19 @@ def q_finite_difference(model: nn.Module, update: Proposal, probe: ProbeBatch, s
 def q_jvp(model: nn.Module, update: Proposal, probe: ProbeBatch, temperature: float = 1.0) -> float:
     """q by one forward-mode pass: every target adds −(x Vᵀ) Uᵀ to its output's tangent; a sketched update needs no [D, K] tangent.
 
+    Attention goes by blocks (blockwise.py), whichever kernel the model is loaded with: memory grows as the length, not as its square.
     Raises:
-        RuntimeError: an operation of the model has no forward-mode rule (fused attention other than torch's own).
+        RuntimeError: an operation of the model has no forward-mode rule. ConfigError: its attention is of a kind without one.
     """
     total = 0.0
-    with _probing(model), fw.dual_level(), sdpa_kernel(SDPBackend.MATH), _branch(model, update, None):
+    with _probing(model), forward_mode(model), _branch(model, update, None):
         for part in probe.parts(model.config.vocab_size):
             try:
                 z_CV, zdot_CV = fw.unpack_dual(_context_logits(model, part))
             except (NotImplementedError, RuntimeError) as error:
                 if "forward" not in str(error):
                     raise
-                raise RuntimeError(
-                    f"this model has an operation without a forward-mode rule ({str(error).splitlines()[0]}); load it with "
-                    'attn_implementation="sdpa" or "eager", or use KLConfig(estimator="finite_difference")'
-                ) from error
+                raise RuntimeError(f"this model has an operation without a forward-mode rule ({str(error).splitlines()[0]}): {INSTEAD}") from error
             if zdot_CV is not None:
                 for z, zdot in zip(z_CV.split(CHUNK), zdot_CV.split(CHUNK), strict=True):
                     total += float(logit_variance(z, zdot, temperature).sum())

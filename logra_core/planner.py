@@ -14,10 +14,10 @@ from dataclasses import dataclass, field, fields, replace
 
 import torch
 import torch.autograd.forward_ad as fw
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from .checked import Checked
 from .config import STORAGES, ConfigError, PPOConfig, SketchConfig, TrainConfig
+from .forward_mode import forward_mode
 from .kl import CHUNK, LOGITS, _branch, kl_divergence, logit_variance
 from .memory import METHODS, StepMemory, TrackMemory, fake_model, simulate_step
 from .optim import AtHand
@@ -290,7 +290,7 @@ def _probe(name, rank, tokens, rows, dtype, estimator, storage) -> int:
         ids = torch.zeros(rows, tokens, dtype=torch.int64)
         with TrackMemory() as tracked, torch.no_grad():
             if estimator == "jvp":
-                with fw.dual_level(), sdpa_kernel(SDPBackend.MATH), _branch(net, update, None):
+                with forward_mode(net), _branch(net, update, None):
                     _reduced(*fw.unpack_dual(_contexts(net, ids)), logit_variance)
             else:
                 z = _contexts(net, ids)
