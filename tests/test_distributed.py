@@ -332,7 +332,7 @@ def test_bf16_compute_keeps_fp32_masters(tmp_path, as_weights):
             assert torch.equal(W.float(), seen[-1][n].to(torch.bfloat16).float() if as_weights else seen[-1][n])
 
 
-ROUNDING = OptimConfig(update_ratio=1e-2, stochastic_rounding=True)
+STOCHASTIC = OptimConfig(update_ratio=1e-2, stochastic_rounding=True)
 
 
 def rounded(kind: str = "tiny"):
@@ -343,7 +343,7 @@ def rounded_steps(folder, kind: str) -> dict:
     """Updates of ranks that keep no masters, each sent to a replica; and what is refused."""
     ranks, model = Ranks(60), rounded(kind)
     shard(model, ranks, "bfloat16")
-    logra, replica, messages = ShardedLoGRA(model, ranks, settings_of()[0], ROUNDING), Replica(rounded(kind), SketchConfig().targets, stochastic_rounding=True), []
+    logra, replica, messages = ShardedLoGRA(model, ranks, settings_of()[0], STOCHASTIC), Replica(rounded(kind), SketchConfig().targets, stochastic_rounding=True), []
 
     def step(i):
         microbatch(model, 2 * i + ranks.rank).backward()
@@ -358,7 +358,7 @@ def rounded_steps(folder, kind: str) -> dict:
     kept = {str(t.dtype) for t in rows.values()}, len(logra.weights.masters), [k for s in logra.state.values() for k in s if k != "v"]
     again = rounded(kind)
     shard(again, ranks, "bfloat16")
-    other = ShardedLoGRA(again, ranks, settings_of()[0], ROUNDING)
+    other = ShardedLoGRA(again, ranks, settings_of()[0], STOCHASTIC)
     other.load_state_dict(copy.deepcopy(state))
     for n, (d, _) in logra.weights.shapes.items():
         other.weights.set_(n, ranks.as_dtensor(rows[n].clone(), d))
