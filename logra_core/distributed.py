@@ -65,8 +65,8 @@ class ShardedWeights(Weights):
         self.modules, self.ranks = modules, ranks
         self._digest: str | None = None
         self._norms: dict[str, tuple[float, float]] = {}  # ‖W‖² of the layer, ‖·‖ of this rank's rows when it was taken
-        rows = {n: self._own(n) for n in modules}
-        Masters.__init__(self, {n: W.float() for n, W in rows.items() if W.dtype != torch.float32})
+        rows = {n: self._own(n) for n in modules}  # raises for a weight that is whole
+        Masters.__init__(self, {} if self.rounds else {n: W.float() for n, W in rows.items() if W.dtype != torch.float32})
 
     def _own(self, name: str) -> torch.Tensor:
         weight = self.modules[name].weight
@@ -109,18 +109,15 @@ class ShardedWeights(Weights):
 
     def norms_sq(self) -> list[float]:
         """‖W‖² of each layer, in order. Layers whose rows have changed on some rank, by whoever, are measured anew."""
-        stale = [n for n, norm in zip(self.modules, self._own_norms(self.modules)) if n not in self._norms or norm != self._norms[n][1]]
+        stale = [n for n, norm in zip(self.modules, self.norms(self.modules).tolist()) if n not in self._norms or norm != self._norms[n][1]]
         stale = set().union(*self.ranks.gather(stale))
         for name in (n for n in self.modules if n in stale):
             self._note_norm(name, self.whole(name))
             self._digest = None
         return [self._norms[n][0] for n in self.modules]
 
-    def _own_norms(self, names: Iterable[str]) -> list[float]:
-        return torch.stack([torch._foreach_norm([self.master(n)])[0] for n in names]).tolist()  # one by one: some are made for the occasion
-
     def _note_norm(self, name: str, W_DK: torch.Tensor) -> None:
-        self._norms[name] = float(torch._foreach_norm([W_DK])[0].double().square()), self._own_norms([name])[0]
+        self._norms[name] = float(torch._foreach_norm([W_DK])[0].double().square()), float(self.norms([name])[0])
 
     def fingerprint(self, dtype: torch.dtype | None = None) -> str:
         if dtype is None and self._digest is not None:
@@ -154,9 +151,7 @@ class ShardedRoundedWeights(Rounded, ShardedWeights):
 
     def __init__(self, modules: dict[str, nn.Linear], ranks: Ranks) -> None:
         only_bfloat16(modules)
-        self.modules, self.ranks, self.masters, self._digest, self._norms = modules, ranks, {}, None, {}
-        for name in modules:
-            self._own(name)  # raises for a weight that is whole
+        super().__init__(modules, ranks)
 
     def stored(self, name: str) -> torch.Tensor:
         """This rank's rows, bf16 [d, K]."""

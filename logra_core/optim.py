@@ -302,5 +302,4 @@ class LoGRA(torch.optim.Optimizer):
             target.redraw(self._spec())
 
     def _weight_norms_sq(self) -> list[float]:
-        norms = [torch._foreach_norm([self.weights.master(n)])[0] for n in self.targets]  # one by one: masters may be made for the occasion
-        return torch.stack(norms).double().square().tolist()
+        return self.weights.norms(self.targets).double().square().tolist()

@@ -17,7 +17,8 @@ import torch
 
 from .config import ConfigError, TrainConfig
 from .launch import LaunchConfig
-from .planner import Layout, Plan, plan
+from .layout import program_layout
+from .planner import Plan, plan
 from .runlog import ROOT
 from .shapes import SHAPES, linear_shapes, parameters
 
@@ -114,11 +115,20 @@ def _at_hand(what: str, source: str, kind: str) -> Check:
     return Check(what, not offline, f"{source} is not in the hub's cache" + (", and HF_HUB_OFFLINE forbids fetching it" if offline else ": it will be fetched"))
 
 
+def _trained(cfg: TrainConfig, shape: str) -> int:
+    """Weights of the target layers."""
+    return sum(d * k for d, k in linear_shapes(shape, cfg.sketch.targets).values())
+
+
+def _weight_bytes(cfg: TrainConfig) -> int:
+    """Of one weight as the policy is loaded, and as checkpoints and full messages hold it."""
+    return getattr(torch, cfg.weight_dtype).itemsize
+
+
 def disk(cfg: TrainConfig, shape: str) -> Check:
     """Room for two checkpoints (the old one goes when the new one is whole) and one full message to servers."""
-    targets = sum(d * k for d, k in linear_shapes(shape, cfg.sketch.targets).values())
+    targets, size = _trained(cfg, shape), _weight_bytes(cfg)
     state = 8 * targets if cfg.method == "dense" else 4 * sum(d for d, _ in linear_shapes(shape, cfg.sketch.targets).values())
-    size = getattr(torch, cfg.weight_dtype).itemsize
     needed = 2 * (size * targets + state) + size * targets
     folder = Path(cfg.out).absolute()
     while not folder.exists():
@@ -134,14 +144,9 @@ def training_plan(launch: LaunchConfig, cfg: TrainConfig, shape: str, context: i
 
     context: tokens of prompt and response together; 0: the response's limit and a third more, at least 256 more.
     """
-    layout = Layout(
-        compute_copy=False, frozen_masters=True, sketch_rows=False, projection=cfg.sketch.projection_storage,
-        shared_inputs=cfg.sketch.share_inputs, logit_chunk=cfg.ppo.logit_chunk, dense_all=False,
-        bf16_alone=cfg.optim.stochastic_rounding,
-    )  # fmt: skip
     tokens = context or max(cfg.sampling.max_tokens * 4 // 3, cfg.sampling.max_tokens + 256)
     return plan(
-        shape, cfg.method, cfg.sketch.rank, launch.ranks, layout, tokens, cfg.ppo.microbatch, getattr(torch, cfg.compute_dtype),
+        shape, cfg.method, cfg.sketch.rank, launch.ranks, program_layout(cfg), tokens, cfg.ppo.microbatch, getattr(torch, cfg.compute_dtype),
         cfg.gradient_checkpointing, max(1, -(-cfg.kl.probe_responses // launch.ranks)), cfg.kl.estimator,
         cfg.ppo.prompts_per_update > cfg.ppo.microbatch * launch.ranks,
     )  # fmt: skip
@@ -152,9 +157,8 @@ def server_bytes(launch: LaunchConfig, cfg: TrainConfig, shape: str) -> int:
 
     Without masters what waits to be served and what to roll back to is 4 bytes a target of main memory: here only where the server is there.
     """
-    targets = sum(d * k for d, k in linear_shapes(shape, cfg.sketch.targets).values())
     kept = 8 if not cfg.optim.stochastic_rounding else 0 if launch.rollout_devices else 4
-    return 2 * parameters(shape) + kept * targets + int(launch.kv_cache_gib * GIB) + (HEADROOM if launch.rollout_devices else GIB)
+    return 2 * parameters(shape) + kept * _trained(cfg, shape) + int(launch.kv_cache_gib * GIB) + (HEADROOM if launch.rollout_devices else GIB)
 
 
 def memory(launch: LaunchConfig, cfg: TrainConfig, shape: str) -> list[Check]:
@@ -162,8 +166,7 @@ def memory(launch: LaunchConfig, cfg: TrainConfig, shape: str) -> list[Check]:
     import psutil
 
     made, host = training_plan(launch, cfg, shape), psutil.virtual_memory().available
-    size = getattr(torch, cfg.weight_dtype).itemsize
-    served, loaded = server_bytes(launch, cfg, shape), size * parameters(shape) * launch.ranks  # every rank reads the whole model
+    served, loaded = server_bytes(launch, cfg, shape), _weight_bytes(cfg) * parameters(shape) * launch.ranks  # every rank reads the whole model
     if not launch.train_devices:
         needed = launch.ranks * made.peak + launch.servers * served
         detail = f"{needed / GIB:.1f} GiB planned for {launch.ranks} ranks ({made.peak / GIB:.1f}) and {launch.servers} server ({served / GIB:.1f})"
@@ -176,10 +179,8 @@ def memory(launch: LaunchConfig, cfg: TrainConfig, shape: str) -> list[Check]:
         detail = f"{served / GIB:.1f} of {room / GIB:.1f} GiB: bf16 weights, {kept}, {launch.kv_cache_gib:g} GiB of keys and values"
         found.append(Check("memory, server", served <= room, detail))
     when = f"{launch.ranks} ranks load {'bf16' if cfg.optim.stochastic_rounding else 'fp32'} weights"
-    if cfg.optim.stochastic_rounding:
-        targets = sum(d * k for d, k in linear_shapes(shape, cfg.sketch.targets).values())
-        if (waiting := 4 * targets * launch.servers) > loaded:
-            loaded, when = waiting, f"an update commits in {launch.servers} servers"
+    if cfg.optim.stochastic_rounding and (waiting := 4 * _trained(cfg, shape) * launch.servers) > loaded:
+        loaded, when = waiting, f"an update commits in {launch.servers} servers"
     return [*found, Check("memory, host", loaded <= host, f"{loaded / GIB:.0f} GiB needed while {when}")]
 
 

@@ -60,6 +60,10 @@ class Masters:
     def put_back_(self, name: str, kept: Any) -> None:
         self.set_(name, kept)
 
+    def norms(self, names: Iterable[str]) -> torch.Tensor:
+        """‖master‖ of each, fp32 [len(names)]."""
+        return torch.stack(torch._foreach_norm([self.master(n) for n in names]))
+
     def fingerprint(self, dtype: torch.dtype | None = None) -> str:
         """128-bit digest (hex) of names and master bits: equal exactly when the policies are. With `dtype`: of the masters rounded to it."""
         names = sorted(self.shapes)
@@ -85,7 +89,8 @@ class Weights(Masters):
 
     def __init__(self, modules: dict[str, nn.Linear]) -> None:
         self.modules = modules
-        super().__init__({n: m.weight.detach().float() for n, m in modules.items() if m.weight.dtype != torch.float32})
+        copied = {} if self.rounds else {n: m for n, m in modules.items() if m.weight.dtype != torch.float32}
+        super().__init__({n: m.weight.detach().float() for n, m in copied.items()})
 
     @property
     def shapes(self) -> dict[str, tuple[int, int]]:
@@ -119,6 +124,10 @@ class Rounded(Masters):
     def master(self, name: str) -> torch.Tensor:
         """fp32 [D, K], made anew at each call and shared with nobody."""
         return canonical(self.stored(name)).float()
+
+    def norms(self, names: Iterable[str]) -> torch.Tensor:
+        """As `Masters.norms`, a layer at a time: only one is in fp32 at once."""
+        return torch.stack([torch._foreach_norm([self.master(n)])[0] for n in names])
 
     def merge_(self, name: str, U_DR: torch.Tensor, V_RK: torch.Tensor, rounding: Rounding | None = None) -> None:
         """W ← round(W − U V): the product in fp32 as where a master is kept. Raises NonFiniteError before the layer changes."""
@@ -165,8 +174,7 @@ class RoundedWeights(Rounded, Weights):
     def __init__(self, modules: dict[str, nn.Linear]) -> None:
         """Raises ConfigError, naming them, for weights that are not bf16."""
         only_bfloat16(modules)
-        self.modules = modules
-        Masters.__init__(self, {})
+        super().__init__(modules)
 
     def stored(self, name: str) -> torch.Tensor:
         return self.modules[name].weight.detach()

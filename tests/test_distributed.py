@@ -343,7 +343,8 @@ def rounded_steps(folder, kind: str) -> dict:
     """Updates of ranks that keep no masters, each sent to a replica; and what is refused."""
     ranks, model = Ranks(60), rounded(kind)
     shard(model, ranks, "bfloat16")
-    logra, replica, messages = ShardedLoGRA(model, ranks, settings_of()[0], STOCHASTIC), Replica(rounded(kind), SketchConfig().targets, stochastic_rounding=True), []
+    logra, messages = ShardedLoGRA(model, ranks, settings_of()[0], STOCHASTIC), []
+    replica = Replica(rounded(kind), SketchConfig().targets, stochastic_rounding=True)
 
     def step(i):
         microbatch(model, 2 * i + ranks.rank).backward()

@@ -10,7 +10,8 @@ from models import probe_batch, random_ids, real_llm
 from logra_core import ConfigError, KLConfig, LoGRA, SketchConfig, predict_q
 from logra_core.config import OptimConfig, PPOConfig, TrainConfig
 from logra_core.memory import measure_step, storage_bytes
-from logra_core.planner import BEST, CATEGORIES, H100, PAPER, PHASES, SWITCHES, Layout, PhaseMeter, layout_of, plan, saving
+from logra_core.layout import BEST, PAPER, SWITCHES, Layout, layout_of
+from logra_core.planner import CATEGORIES, H100, PHASES, PhaseMeter, plan, saving
 from logra_core.shapes import linear_shapes, parameters
 
 NAME, GiB = "SmolLM2-135M", 2**30

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from models import SWITCHES, policy_loss, random_ids, real_llm, tiny_llama
-from test_sync import FAULTS, NAME, TARGETS, full_state_bytes, pair, refused_whole, rewrite, update
+from test_sync import FAULTS, NAME, TARGETS, failing_at_the_tenth, full_state_bytes, pair, refused_whole, rewrite, update
 
 from logra_core import ConfigError, LoGRA, NonFiniteError, OptimConfig, Replica, SketchConfig, SketchUpdate, SyncError
 from logra_core.config import TrainConfig
@@ -280,7 +280,7 @@ def test_a_prepared_message_changes_nothing_and_a_failure_in_the_middle_is_rolle
     replica = Replica(tiny_llama().to(BF16), TARGETS, **ON)
     with torch.no_grad():
         replica.weights.modules[NAME].weight[0, :3] = torch.tensor([-0.0, 1e-40, 0.5])
-    kept, calls, merge = {n: m.weight.clone() for n, m in replica.weights.modules.items()}, [], RoundedWeights.merge_
+    kept = {n: m.weight.clone() for n, m in replica.weights.modules.items()}
 
     def unchanged():
         bits = ((m.weight.view(torch.int16), kept[n].view(torch.int16)) for n, m in replica.weights.modules.items())
@@ -289,13 +289,7 @@ def test_a_prepared_message_changes_nothing_and_a_failure_in_the_middle_is_rolle
     replica.prepare(messages["first"])
     assert unchanged()
 
-    def fails_at_the_tenth(self, *args):
-        calls.append(1)
-        merge(self, *args)
-        if len(calls) == 10:
-            raise MemoryError("out of memory")
-
-    monkeypatch.setattr(RoundedWeights, "merge_", fails_at_the_tenth)
+    calls = failing_at_the_tenth(monkeypatch, RoundedWeights)
     with pytest.raises(MemoryError):
         replica.apply(messages["first"])
     assert len(calls) == 10 and unchanged()

@@ -180,9 +180,9 @@ def test_swapped_messages_are_refused_and_the_right_order_still_works(messages):
     assert replica.version == 2
 
 
-def test_a_failure_in_the_middle_of_the_commit_is_rolled_back(messages, monkeypatch):
-    replica = Replica(tiny_llama(), TARGETS)
-    before, calls, merge = replica.fingerprint(), [], Weights.merge_
+def failing_at_the_tenth(monkeypatch, kind) -> list:
+    """Merges of `kind` raise after the tenth layer has changed; the list grows by one a merge."""
+    calls, merge = [], kind.merge_
 
     def fails_at_the_tenth(self, *args):
         calls.append(1)
@@ -190,7 +190,13 @@ def test_a_failure_in_the_middle_of_the_commit_is_rolled_back(messages, monkeypa
         if len(calls) == 10:
             raise MemoryError("out of memory")
 
-    monkeypatch.setattr(Weights, "merge_", fails_at_the_tenth)
+    monkeypatch.setattr(kind, "merge_", fails_at_the_tenth)
+    return calls
+
+
+def test_a_failure_in_the_middle_of_the_commit_is_rolled_back(messages, monkeypatch):
+    replica = Replica(tiny_llama(), TARGETS)
+    before, calls = replica.fingerprint(), failing_at_the_tenth(monkeypatch, Weights)
     with pytest.raises(MemoryError):
         replica.apply(messages["first"])
     assert len(calls) == 10 and replica.fingerprint() == before and replica.version == 0
