@@ -62,7 +62,7 @@ $(VENV)/.installed: pyproject.toml | $(PY) compiler
 	@$(PIP) --no-deps $(call pin,p['tool']['logra']['embedded-policy'])
 	@touch $@
 
-# TRL, accelerate, peft and GaLore, which some notebooks compare with.
+# TRL, peft and GaLore, which some notebooks compare with.
 $(VENV)/.installed-compare: $(VENV)/.installed
 	@$(PIP) -e '.[notebooks,tasks,compare]'
 	@$(PIP) --no-deps $(call pin,p['tool']['logra']['galore'])

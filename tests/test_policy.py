@@ -1,11 +1,67 @@
 """The embedded policy is the known one, and what cannot be loaded says what to do."""
 
 import importlib.metadata
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
 
 import pytest
 import torch
+from packaging.requirements import Requirement
 
 from logra_core import embedded_policy, load_policy, policy
+
+ROOT = Path(__file__).parents[1]
+
+
+def required(lines: list[str]) -> set[str]:
+    """Names of the distributions that these requirements bring with them, through all levels, as far as they are installed here."""
+    found, waiting = set(), [(r, ("",)) for r in map(Requirement, lines)]
+    while waiting:
+        requirement, extras = waiting.pop()
+        name = re.sub(r"[-_.]+", "-", requirement.name).lower()
+        if requirement.marker and not any(requirement.marker.evaluate({"extra": e}) for e in extras):
+            continue
+        asked = {(name, e) for e in ("", *requirement.extras)}
+        if asked <= found:
+            continue
+        found |= asked
+        try:
+            inner = importlib.metadata.requires(name) or []
+        except importlib.metadata.PackageNotFoundError:
+            continue
+        waiting += [(Requirement(line), ("", *requirement.extras)) for line in inner]
+    return {name for name, _ in found}
+
+
+def test_what_make_run_installs_is_enough_to_convert_the_policy_and_to_train(tmp_path):
+    """In a process that finds only what the Makefile's target `install` brings; the tests' own environment has more."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    extras = project["project"]["optional-dependencies"]
+    lines = project["project"]["dependencies"] + extras["notebooks"] + extras["tasks"] + [project["tool"]["logra"]["embedded-policy"].split("==")[0]]
+    only = tmp_path / "only"
+    only.mkdir()
+    llama = {"llama-cpp-python"}  # of the policy's package, which goes in with --no-deps
+    for name in required(lines) - llama:
+        try:
+            distribution = importlib.metadata.distribution(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+        for top in {file.parts[0] for file in distribution.files or () if file.parts[0] not in ("..", "__pycache__")}:
+            if not (only / top).exists():
+                (only / top).symlink_to(distribution.locate_file(top))
+    code = (
+        f"import sys; sys.path[:0] = [{str(only)!r}, {str(ROOT)!r}]\n"
+        "import logra_core.train, logra_core.nbrun\n"
+        "from logra_core.runlog import theme\n"
+        f"theme(); print(logra_core.embedded_policy({str(tmp_path / 'policy')!r}))\n"
+        "assert not {'trl', 'peft', 'vllm'} & set(sys.modules)\n"
+    )
+    done = subprocess.run([sys.executable, "-S", "-c", code], capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert (Path(done.stdout.split()[-1]) / "SHA256").read_text().strip() == policy.WEIGHTS_SHA256
 
 
 def test_embedded_policy_is_converted_once_and_known():
