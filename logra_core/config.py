@@ -12,7 +12,7 @@ from typing import Any, get_type_hints
 
 from .checked import Checked, ConfigError, NonFiniteError  # noqa: F401  (NonFiniteError: for those who import it from here)
 
-DISTRIBUTIONS = ("rademacher", "gaussian", "orthonormal", "hadamard")
+DISTRIBUTIONS = ("rademacher", "gaussian", "orthonormal", "hadamard", "coordinates")
 KINDS = ("one_sided", "two_sided")
 PROJECTIONS = ("random", "activation")
 STORAGES = ("fp32", "bits", "regenerate")

@@ -21,7 +21,7 @@ from .config import DISTRIBUTIONS, ConfigError
 
 WRAPPER_PARTS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
 RECIPE = "logra-projection-1"  # part of the seed: a changed recipe must change every A
-NEEDS_WIDTH = ("orthonormal", "hadamard")  # distributions with at most as many rows as columns
+NEEDS_WIDTH = ("orthonormal", "hadamard", "coordinates")  # distributions with at most as many rows as columns
 SAME_INPUT = {"q_proj": "qkv_proj", "k_proj": "qkv_proj", "v_proj": "qkv_proj", "gate_proj": "gate_up_proj", "up_proj": "gate_up_proj"}
 
 
@@ -75,7 +75,8 @@ def make_projection(
     Rademacher: ±1/√r. Gaussian: N(0, 1/r). Orthonormal: Haar rows times √(k/r). Hadamard: r rows, without repetition, of the
     Walsh–Hadamard matrix of order k' with random signs on the columns, over √r; k' is the next power of two, and of its columns a random
     choice of k stays. Where k = k' the rows are orthonormal times √(k/r); else they overlap, by √(1 − k/k') of what random signs would.
-    The last two need r <= k.
+    Coordinates: √(k/r) times r unit vectors, without repetition: S is a choice of G's columns, and all of them, reordered, at r = k.
+    The last three need r <= k.
 
     Args:
         name: of the module, canonical or wrapped. width: k, inputs of the layer.
@@ -100,6 +101,9 @@ def make_projection(
         raise ConfigError(f"rank = {spec.rank}: {name!r} has {width} inputs, and orthonormal rows need rank <= {width}")
     elif spec.distribution == "hadamard":
         values = _hadamard(stream, spec.rank, width)
+    elif spec.distribution == "coordinates":
+        chosen = np.argsort(stream.random_raw(width), kind="stable")[: spec.rank]
+        values = (chosen[:, None] == np.arange(width)) * math.sqrt(width / spec.rank)
     else:
         values = _haar_rows(_normal(stream, spec.rank * width).reshape(spec.rank, width)) * math.sqrt(width / spec.rank)
     return torch.from_numpy(np.ascontiguousarray(values[:, columns])).to(device=device, dtype=dtype)

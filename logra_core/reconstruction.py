@@ -44,11 +44,12 @@ KINDS = {
 
 
 def theory(distribution: str, rank: int, width: int) -> float:
-    """Root mean square of cos(G, SA): √(r/(r+k)) for i.i.d. entries, √(r/k) for orthonormal rows, whatever G is (METHOD section 8).
+    """Root mean square of cos(G, SA): √(r/(r+k)) for i.i.d. entries, √(r/k) for orthonormal rows, unit vectors
+    included, whatever G is (METHOD section 8).
 
     The mean lies below it by a relative 1/(4 r n) or so for a gradient of effective rank n.
     """
-    return math.sqrt(rank / width) if distribution == "orthonormal" else math.sqrt(rank / (rank + width))
+    return math.sqrt(rank / width) if distribution in ("orthonormal", "coordinates") else math.sqrt(rank / (rank + width))
 
 
 def cosines(G_DK: torch.Tensor, A_RK: torch.Tensor, ranks: tuple[int, ...]) -> list[float]:

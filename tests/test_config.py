@@ -10,7 +10,7 @@ BAD = [
     (SketchConfig, "rank", 0, ">= 1"),
     (SketchConfig, "rank", 4.0, "expected int"),
     (SketchConfig, "rank", True, "expected int"),
-    (SketchConfig, "distribution", "cauchy", "rademacher, gaussian, orthonormal, hadamard"),
+    (SketchConfig, "distribution", "cauchy", "rademacher, gaussian, orthonormal, hadamard, coordinates"),
     (SketchConfig, "seed", -1, "0 <= seed"),
     (SketchConfig, "targets", (), "at least one"),
     (SketchConfig, "targets", ("q_proj", 1), "tuple"),

@@ -60,7 +60,7 @@ def test_product_norm_without_the_product():
     assert float(product_norm_sq(U, V)) == pytest.approx(float((U.double() @ V.double()).square().sum()), rel=1e-5)
 
 
-SKETCHES = [("one_sided", d) for d in ("rademacher", "gaussian", "orthonormal")] + [(s, "rademacher") for s in SWITCHES if s != "one_sided"]
+SKETCHES = [("one_sided", d) for d in ("rademacher", "gaussian", "orthonormal", "coordinates")] + [(s, "rademacher") for s in SWITCHES if s != "one_sided"]
 
 
 @pytest.mark.parametrize("rule", ["row_adam", "sgd", "orthogonal"])
@@ -93,6 +93,22 @@ def test_step_is_rowadam_of_the_dense_gradient_sketched():
     for n, target in logra.targets.items():
         expected = before[n] - factor * U[n] @ A[n]
         assert (target.weight.double() - expected).abs().max() <= 1e-7  # fp32 weights of size 0.1 round at 4e-9
+
+
+def test_all_coordinates_are_rowadam_on_the_exact_gradient():
+    """r = k in every layer: nothing of G is lost, and the step is what the rule makes of G itself."""
+    model = tiny_llama()
+    policy_loss(model, IDS).backward()
+    dense = {n.removesuffix(".weight"): p.grad.double() for n, p in model.named_parameters() if n.endswith("_proj.weight")}
+    model.zero_grad()
+    logra = LoGRA(model, SketchConfig(rank=32, ranks={"down_proj": 48}, distribution="coordinates"), OptimConfig(update_ratio=1e-3, wire_dtype="float32"))
+    before = {n: t.weight.detach().double().clone() for n, t in logra.targets.items()}
+    change = {n: reference.row_adam(G_DK, torch.zeros(len(G_DK)), 1, 0.95, 1e-8)[0] for n, G_DK in dense.items()}
+    factor = 1e-3 * math.sqrt(sum(float(W.square().sum()) for W in before.values()) / sum(float(c.square().sum()) for c in change.values()))
+    policy_loss(model, IDS).backward()
+    logra.step()
+    for n, target in logra.targets.items():
+        assert (target.weight.double() - (before[n] - factor * change[n])).abs().max() <= 1e-7, n
 
 
 @pytest.mark.parametrize("rule", ["row_adam", "orthogonal"])

@@ -26,6 +26,7 @@ KNOWN = {
     "gaussian": "82fc92ae39d3601d582746b6f3a2fc1fb8a3c65f4fcde0d23a9069161f809399",
     "orthonormal": "72349e48f699a364f6b4d6f3472d13263a493b02fe7b3973cd701cd2883f0791",
     "hadamard": "ed01d11964a456e26bc5a0a324a6ce2afb182f1b6c90543353518cac889107ad",
+    "coordinates": "1c95e939afc4af9dea75f7b264156e2e0046a0ee8f86004c398b9d63e9d72490",
 }
 
 
@@ -99,6 +100,17 @@ def test_orthonormal_rows():
     for rank, width in ((1, 1), (64, 576), (576, 576), (4, 8960)):
         A = make_projection(ProjectionSpec(0, 0, rank, "orthonormal"), NAME, width).double()
         assert (A @ A.T * rank / width - torch.eye(rank)).abs().max() < 5e-8
+
+
+def test_coordinates_choose_columns_without_repetition():
+    for rank, width in ((1, 1), (5, 48), (48, 48)):
+        A = make_projection(ProjectionSpec(0, 0, rank, "coordinates"), NAME, width)
+        where = A.argmax(1)
+        assert len(set(where.tolist())) == rank and torch.equal(A, torch.eye(width)[where] * (width / rank) ** 0.5)
+        G = torch.randn(9, width)
+        assert torch.equal(G @ A.T, G[:, where] * A.max())
+    first = [make_projection(ProjectionSpec(0, d, 1, "coordinates"), NAME, 48).argmax().item() for d in range(4)]
+    assert len(set(first)) > 1  # another draw, another choice
 
 
 def test_hadamard_rows_against_the_doubling_construction():
@@ -175,6 +187,7 @@ def test_digest_sees_every_layer_and_bit():
         (lambda: ProjectionSpec(0, 0, 1, "cauchy"), "cauchy"),
         (lambda: make_projection(ProjectionSpec(0, 0, 8, "orthonormal"), NAME, 7), "rank"),
         (lambda: make_projection(ProjectionSpec(0, 0, 8, "hadamard"), NAME, 7), "rank"),
+        (lambda: make_projection(ProjectionSpec(0, 0, 8, "coordinates"), NAME, 7), "rank"),
         (lambda: make_projection(ProjectionSpec(0, 0, 8, "gaussian"), NAME, 0), "width"),
         (lambda: make_projection(ProjectionSpec(0, 0, 8, "gaussian"), NAME, 9, columns=slice(0, 9, 2)), "columns"),
     ],

@@ -22,7 +22,7 @@ def gradient(d: int, k: int, rank: int | None = None, seed: int = 0) -> torch.Te
     return torch.randn(d, k, generator=g) if rank is None else torch.randn(d, rank, generator=g) @ torch.randn(rank, k, generator=g)
 
 
-@pytest.mark.parametrize("distribution", ["rademacher", "gaussian", "orthonormal"])
+@pytest.mark.parametrize("distribution", ["rademacher", "gaussian", "orthonormal", "coordinates"])
 def test_cosines_equal_the_plain_formula_at_every_rank(distribution):
     G_DK, ranks = gradient(40, 48, 3), (1, 4, 16, 48)
     found = cosines(G_DK, make_projection(ProjectionSpec(0, 0, 48, distribution), "l.0.x", 48), ranks)
@@ -37,7 +37,7 @@ def test_cosines_equal_the_plain_formula_at_every_rank(distribution):
 @pytest.mark.parametrize("rank_of_G", [1, 8, None])
 def test_root_mean_square_cosine_is_the_theory_whatever_the_gradient_is(rank_of_G):
     G_DK, ranks, width = gradient(64, 96, rank_of_G), (4, 16, 96), 96
-    for distribution in ("rademacher", "gaussian", "orthonormal"):
+    for distribution in ("rademacher", "gaussian", "orthonormal", "coordinates"):
         draws = [cosines(G_DK, make_projection(ProjectionSpec(0, t, 96, distribution), "l.0.x", width), ranks) for t in range(200)]
         for i, r in enumerate(ranks):
             root = math.sqrt(sum(d[i] ** 2 for d in draws) / len(draws))

@@ -270,7 +270,7 @@ def test_what_cannot_be_a_target_is_an_error():
     ):
         with pytest.raises(ConfigError, match=words):
             attach(model, SketchConfig(rank=4, targets=targets))
-    for changes in ({"distribution": "orthonormal"}, {"distribution": "hadamard"}, {"projection": "activation"}):
+    for changes in ({"distribution": "orthonormal"}, {"distribution": "hadamard"}, {"distribution": "coordinates"}, {"projection": "activation"}):
         with pytest.raises(ConfigError, match="orthonormal rows need rank <= inputs"):
             attach(model, SketchConfig(rank=40, **changes))
     assert not hasattr(model, "_logra_targets") and all(p.requires_grad for p in model.parameters())

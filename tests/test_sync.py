@@ -27,7 +27,7 @@ def update(trainer, t, alpha=0.7) -> bytes:
     return wire.to_bytes(trainer.weights.fingerprint())
 
 
-@pytest.mark.parametrize("distribution", ["rademacher", "gaussian", "orthonormal"])
+@pytest.mark.parametrize("distribution", ["rademacher", "gaussian", "orthonormal", "coordinates"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("wire", ["bfloat16", "float32"])
 def test_twenty_updates_stay_bit_equal(distribution, dtype, wire):
