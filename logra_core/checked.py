@@ -1,4 +1,4 @@
-"""A dataclass that checks itself at construction, and the two errors that everything here raises; no torch, no I/O."""
+"""A dataclass that checks itself at construction, its way to a plain dict and back, and the two errors that all raise; no torch, no I/O."""
 
 from __future__ import annotations
 
@@ -53,3 +53,21 @@ class Checked:
 
     def _choice(self, name: str, allowed: tuple[str, ...]) -> None:
         self._need(name, getattr(self, name) in allowed, "one of " + ", ".join(allowed))
+
+
+def to_dict(config: Any) -> dict:
+    """Plain nested dict of a config, for JSON and checkpoints."""
+    return dataclasses.asdict(config)
+
+
+def from_dict(cls: type, values: dict) -> Any:
+    """Build `cls` (nested configs included) from a plain dict; unknown keys raise `ConfigError` with the known ones."""
+    hints = get_type_hints(cls)
+    unknown = sorted(set(values) - set(hints))
+    if unknown:
+        raise ConfigError(f"{cls.__name__} has no field {', '.join(unknown)}; it has {', '.join(hints)}")
+    made = {}
+    for name, value in values.items():
+        hint = hints[name]
+        made[name] = from_dict(hint, value) if dataclasses.is_dataclass(hint) and isinstance(value, dict) else value
+    return cls(**made)

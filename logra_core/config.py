@@ -6,11 +6,9 @@ Defaults are the paper's published main settings (METHOD sections 3, 4 and 6); C
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass, field
-from typing import Any, get_type_hints
 
-from .checked import Checked, ConfigError, NonFiniteError  # noqa: F401  (NonFiniteError: for those who import it from here)
+from .checked import Checked, ConfigError, NonFiniteError, from_dict, to_dict  # noqa: F401  (for those who import them from here)
 
 DISTRIBUTIONS = ("rademacher", "gaussian", "orthonormal", "hadamard", "coordinates")
 KINDS = ("one_sided", "two_sided")
@@ -86,13 +84,16 @@ class SketchConfig(Checked):
 class OptimConfig(Checked):
     """From sketch to update (METHOD section 3). update_ratio is the optimizer's `lr`: ||update|| / ||weights||.
 
-    rule: row_adam; sgd; or orthogonal, the direction with all singular values equal (as in Muon and Dion).
+    rule: row_adam; sgd; or orthogonal, the direction with all singular values equal (as in Muon and Dion). beta1: what the rule turns into a
+    step is a running mean of the sketches with that decay, as in Adam (0, the paper's: the last sketch); it needs an A that stays
+    (one_sided, random, refresh false) and as much memory again as the sketches.
     stochastic_rounding: the model is bf16 and no fp32 masters are kept, neither here nor in the engines: a merge rounds to bf16 up or down
     with the probability that keeps the mean (rounding.py), by the seed of the sketch.
     """
 
     rule: str = "row_adam"
     update_ratio: float = 6e-5
+    beta1: float = 0.0
     beta2: float = 0.95
     eps: float = 1e-8
     wire_dtype: str = "bfloat16"
@@ -100,10 +101,17 @@ class OptimConfig(Checked):
 
     def _check(self) -> None:
         self._choice("rule", RULES)
-        self._need("beta2", 0 <= self.beta2 < 1, "0 <= beta2 < 1")
+        for name in ("beta1", "beta2"):
+            self._need(name, 0 <= getattr(self, name) < 1, f"0 <= {name} < 1")
         for name in ("update_ratio", "eps"):
             self._need(name, getattr(self, name) >= 0, ">= 0")
         self._choice("wire_dtype", WIRE_DTYPES)
+
+
+def check_momentum(sketch: SketchConfig, optim: OptimConfig) -> None:
+    """Raises ConfigError where sketches of different updates cannot be averaged, being coordinates in different bases."""
+    for name, wanted in (("kind", "one_sided"), ("projection", "random"), ("refresh", False)):
+        sketch._need(name, not optim.beta1 or getattr(sketch, name) == wanted, f"{str(wanted).lower()} where OptimConfig.beta1 > 0")
 
 
 @dataclass(frozen=True)
@@ -322,6 +330,7 @@ class TrainConfig(Checked):
         self._need("engine_urls", not self.engine_urls or (self.engine == "vllm" and self.engines == 1), "with engine vllm and engines 1")
         self._need("out", bool(self.out), "a folder")
         self._need("peer_timeout", self.peer_timeout > 0, "> 0")
+        check_momentum(self.sketch, self.optim)
         rounds = self.optim.stochastic_rounding
         for name, value in (("method", "logra"), ("compute_dtype", "bfloat16")):
             self._need(name, not rounds or getattr(self, name) == value, f"{value} where optim.stochastic_rounding is true")
@@ -330,21 +339,3 @@ class TrainConfig(Checked):
     def weight_dtype(self) -> str:
         """Of the policy as it is loaded, in the trainer and in engines of its own process."""
         return "bfloat16" if self.optim.stochastic_rounding else "float32"
-
-
-def to_dict(config: Any) -> dict:
-    """Plain nested dict of a config, for JSON and checkpoints."""
-    return dataclasses.asdict(config)
-
-
-def from_dict(cls: type, values: dict) -> Any:
-    """Build `cls` (nested configs included) from a plain dict; unknown keys raise `ConfigError` with the known ones."""
-    hints = get_type_hints(cls)
-    unknown = sorted(set(values) - set(hints))
-    if unknown:
-        raise ConfigError(f"{cls.__name__} has no field {', '.join(unknown)}; it has {', '.join(hints)}")
-    made = {}
-    for name, value in values.items():
-        hint = hints[name]
-        made[name] = from_dict(hint, value) if dataclasses.is_dataclass(hint) and isinstance(value, dict) else value
-    return cls(**made)

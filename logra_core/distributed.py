@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from .config import ConfigError, OptimConfig, SketchConfig
 from .kl import ProbeBatch
-from .optim import LoGRA, MissingSketchError, row_scale
+from .optim import LoGRA, MissingSketchError, first_moment, row_scale, row_squares
 from .ranks import Ranks
 from .rounding import Rounding
 from .sketch import SKETCH, Target
@@ -189,7 +189,8 @@ class ShardedLoGRA(LoGRA):
         super().__init__(model, sketch, optim, scale)
         self.param_groups[0]["logra"]["run_id"] = ranks.from_first(lambda: self.run_id)
         for target in self.targets.values():
-            self.state[target.sketch]["v"] = ranks.own_rows(self.state[target.sketch]["v"]).clone()
+            state = self.state[target.sketch]
+            state.update({k: ranks.own_rows(state[k]).clone() for k in ("v", "m") if k in state})
 
     def grad_norm(self) -> float:
         """Frobenius norm over all sketches, summed over ranks."""
@@ -229,21 +230,27 @@ class ShardedLoGRA(LoGRA):
         own = torch.stack(torch._foreach_norm([self._sums[n] for n in self.targets])).double().square().tolist()
         return [math.sqrt(sum(parts)) for parts in zip(*self.ranks.gather(own))]
 
-    def _factor(self, name: str, target: Target, group: dict) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def _factor(self, name: str, target: Target, group: dict) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
         state, length = self.state[target.sketch], target.module.out_features
-        S_dR, v_d = self._sums[name], state["v"]
+        S_dR, v_d, beta1, step = self._sums[name], state["v"], self.optim_config.beta1, self.version + 1
         if self.optim_config.rule == "row_adam" and type(target) is Target:  # rows need of each other no more than their norms
-            square_d = torch.linalg.vector_norm(S_dR, dim=1).square()
-            square_D, v_D = self.ranks.gather_rows(torch.stack([square_d, v_d], 1), length).T.contiguous()
-            scale_D, v_D = row_scale(square_D, v_D, S_dR.shape[1], self.version + 1, group["beta2"], group["eps"])
-            U_DR = self.ranks.gather_rows(self.ranks.own_rows(scale_D)[:, None] * S_dR, length)
-            return U_DR, target.projection(), self.ranks.own_rows(v_D).clone()
-        target.sketch.grad, state["v"] = self.ranks.gather_rows(S_dR, len(target.sketch)), self.ranks.gather_rows(v_d, length)
+            moved_dR, moments = S_dR, {}
+            if beta1:
+                moved_dR, moments["m"] = first_moment(S_dR, state["m"], step, beta1)
+            columns = [row_squares(S_dR), v_d] + ([row_squares(moved_dR)] if beta1 else [])
+            square_D, v_D, *scaled_D = self.ranks.gather_rows(torch.stack(columns, 1), length).T.contiguous()
+            scale_D, v_D = row_scale(square_D, v_D, S_dR.shape[1], step, group["beta2"], group["eps"], *scaled_D)
+            U_DR = self.ranks.gather_rows(self.ranks.own_rows(scale_D)[:, None] * moved_dR, length)
+            return U_DR, target.projection(), moments | {"v": self.ranks.own_rows(v_D).clone()}
+        own = dict(state)
+        state.update({k: self.ranks.gather_rows(state[k], length) for k in ("v", "m") if k in state})
+        target.sketch.grad = self.ranks.gather_rows(S_dR, len(target.sketch))
         try:  # any other rule: from the whole sketch, on every rank
-            U_DR, V_RK, v_D = super()._factor(name, target, group)
+            U_DR, V_RK, moments = super()._factor(name, target, group)
         finally:
-            target.sketch.grad, state["v"] = None, v_d
-        return U_DR, V_RK, self.ranks.own_rows(v_D).clone()
+            target.sketch.grad = None
+            state.update(own)
+        return U_DR, V_RK, {k: self.ranks.own_rows(x).clone() for k, x in moments.items()}
 
     def _reduce(self) -> None:
         """Sum what has accumulated over ranks and keep this rank's rows; the whole sketches are freed one by one."""

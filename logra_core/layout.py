@@ -19,7 +19,8 @@ class Layout(Checked):
     frozen_masters: fp32 also of the weights that LoGRA and LoRA never train (embeddings, norms, head); else those are kept in bf16 alone.
     sketch_rows: S by rows while it accumulates, else whole on every GPU. projection: as `SketchConfig.projection_storage`.
     shared_inputs: q, k, v and gate, up keep one A. logit_chunk: as `PPOConfig.logit_chunk`. dense_all: dense trains all weights.
-    bf16_alone: all weights in bf16 and no masters, LoGRA with `OptimConfig.stochastic_rounding`; not for float32 passes.
+    bf16_alone: all weights in bf16 and no masters, LoGRA with `OptimConfig.stochastic_rounding`; not for float32 passes. momentum: LoGRA
+    with `OptimConfig.beta1`, a mean of the sketches by rows.
     """
 
     compute_copy: bool = True
@@ -30,6 +31,7 @@ class Layout(Checked):
     logit_chunk: int = 0
     dense_all: bool = True
     bf16_alone: bool = False
+    momentum: bool = False
 
     def _check(self) -> None:
         self._choice("projection", STORAGES)
@@ -44,7 +46,7 @@ def program_layout(cfg: TrainConfig) -> Layout:
     """What this package keeps in a run of `cfg`: fp32 (or bf16) shards of all weights, S whole until the update. Any sketch counts as one-sided."""
     return Layout(
         compute_copy=False, frozen_masters=True, sketch_rows=False, projection=cfg.sketch.projection_storage, shared_inputs=cfg.sketch.share_inputs,
-        logit_chunk=cfg.ppo.logit_chunk, dense_all=False, bf16_alone=cfg.optim.stochastic_rounding,
+        logit_chunk=cfg.ppo.logit_chunk, dense_all=False, bf16_alone=cfg.optim.stochastic_rounding, momentum=cfg.optim.beta1 > 0,
     )  # fmt: skip
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from .activation import observe
-from .config import ConfigError, NonFiniteError, OptimConfig, SketchConfig, to_dict
+from .config import ConfigError, NonFiniteError, OptimConfig, SketchConfig, check_momentum, to_dict
 from .orthogonal import orthogonal
 from .projection import PackedProjection, ProjectionSpec
 from .sketch import Target, attach, detach, select_targets
@@ -35,26 +35,46 @@ def sgd(S_DR: torch.Tensor) -> torch.Tensor:
     return S_DR.clone()
 
 
-def row_adam(S_DR: torch.Tensor, v_D: torch.Tensor, step: int, beta2: float, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
+def row_adam(
+    S_DR: torch.Tensor, v_D: torch.Tensor, step: int, beta2: float, eps: float, mean_DR: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """RowAdam: Adam's second moment, one value an output row, no first moment (METHOD section 3).
 
     Args:
         S_DR: sketch [D, R] fp32. v_D: moment [D] fp32 before this step. step: t, counted from 1.
+        mean_DR: what the step is made of in place of S, a first moment (`first_moment`).
     Returns:
-        U [D, R] with ‖U‖ = ‖S‖, and the new moment [D]; the inputs are unchanged. A zero S gives a zero U.
+        U [D, R] with ‖U‖ = ‖S‖ (or ‖mean‖), and the new moment [D]; the inputs are unchanged. A zero S gives a zero U.
     """
-    square_D = torch.linalg.vector_norm(S_DR, dim=1).square()  # Σ_j S²: the only pass over S besides U's own
-    scale_D, v_D = row_scale(square_D, v_D, S_DR.shape[1], step, beta2, eps)
-    return scale_D[:, None] * S_DR, v_D
+    square_D = row_squares(S_DR)  # Σ_j S²: the only pass over S besides U's own
+    scale_D, v_D = row_scale(square_D, v_D, S_DR.shape[1], step, beta2, eps, None if mean_DR is None else row_squares(mean_DR))
+    return scale_D[:, None] * (S_DR if mean_DR is None else mean_DR), v_D
 
 
-def row_scale(square_D: torch.Tensor, v_D: torch.Tensor, rank: int, step: int, beta2: float, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """What RowAdam multiplies each row of S [D, rank] by, from the rows' Σ_j S² [D] alone, and the new moment [D]."""
+def row_squares(S_DR: torch.Tensor) -> torch.Tensor:
+    """Σ_j S² of each row [D]."""
+    return torch.linalg.vector_norm(S_DR, dim=1).square()
+
+
+def first_moment(S_DR: torch.Tensor, m_DR: torch.Tensor, step: int, beta1: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Adam's first moment of sketches made with one A, after step t (from 1): (corrected for its start at 0, as it is kept), both [D, R]."""
+    m_DR = torch.lerp(m_DR, S_DR, 1 - beta1)
+    return m_DR / (1 - beta1**step), m_DR
+
+
+def row_scale(
+    square_D: torch.Tensor, v_D: torch.Tensor, rank: int, step: int, beta2: float, eps: float, scaled_D: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What RowAdam multiplies each row of S [D, rank] by, from the rows' Σ_j S² [D] alone, and the new moment [D].
+
+    scaled_D: Σ_j of the squares of what is scaled, if that is not S.
+    """
     v_D = beta2 * v_D + (1 - beta2) * square_D / rank  # v ← β2 v + (1−β2) mean_j S²
     root_D = (v_D / (1 - beta2**step)).sqrt()  # root = √(v / (1−β2ᵗ))
     inverse_D = 1 / (root_D + torch.clamp(eps * root_D.mean(), min=TINY))  # inv = 1 / (root + max(ε mean(root), tiny))
     inverse_D = inverse_D / inverse_D.max()  # rms(inv) is scale-free; this keeps its squares finite
     inverse_D = inverse_D / inverse_D.square().mean().sqrt()  # inv ← inv / rms(inv)
+    square_D = square_D if scaled_D is None else scaled_D
     norm_U = (inverse_D.square() @ square_D).sqrt()  # ‖inv ⊙ S‖
     scale = square_D.sum().sqrt() / norm_U.clamp(min=TINY)  # ‖U‖ = ‖S‖
     return inverse_D * scale, v_D  # U = inv ⊙ S, rescaled
@@ -110,16 +130,19 @@ class LoGRA(torch.optim.Optimizer):
         optim: OptimConfig = OptimConfig(),
         scale: Callable[[SketchUpdate], float] | None = None,
     ) -> None:
+        check_momentum(sketch, optim)
         self.model, self.config, self.optim_config, self.scale = model, sketch, optim, scale
         if optim.stochastic_rounding:
             only_bfloat16(select_targets(model, sketch.targets))
         self.targets = attach(model, sketch, _DTYPE[optim.wire_dtype])
         self.weights = self._make_weights()
-        self._pending: tuple[SketchUpdate, dict[str, torch.Tensor], float] | None = None  # update, new moments, size √Σ‖UA‖²
+        self._pending: tuple[SketchUpdate, dict[str, dict[str, torch.Tensor]], float] | None = None  # update, new moments, size √Σ‖UA‖²
         group = {"params": [t.sketch for t in self.targets.values()], "logra": self._identity(uuid.uuid4().hex, 0)}
         super().__init__([group], {"lr": optim.update_ratio, "beta2": optim.beta2, "eps": optim.eps})
         for name, target in self.targets.items():
             state = {"v": torch.zeros(target.module.out_features, device=target.weight.device)}
+            if optim.beta1:
+                state["m"] = torch.zeros(target.sketch.shape, device=target.weight.device)
             if name in self.weights.masters:
                 state["master"] = self.weights.masters[name]
             self.state[target.sketch] = state
@@ -128,6 +151,7 @@ class LoGRA(torch.optim.Optimizer):
         settings = {k: list(v) if isinstance(v, tuple) else v for k, v in to_dict(self.config).items()}
         del settings["projection_storage"]  # changes no number
         more = {"sketch": settings, "names": list(self.targets), "stochastic_rounding": self.optim_config.stochastic_rounding}
+        more["beta1"] = self.optim_config.beta1
         return {"run_id": run_id, "version": version, "rule": self.optim_config.rule} | more
 
     @property
@@ -223,8 +247,8 @@ class LoGRA(torch.optim.Optimizer):
             self._refuse_large()
         for name, U_DR in wire.factors.items():
             self.weights.merge_(name, U_DR, wire.basis(name, U_DR.device), wire.rounding)
-        for name, v_D in self._pending[1].items():
-            self.state[self.targets[name].sketch]["v"] = v_D
+        for name, moments in self._pending[1].items():
+            self.state[self.targets[name].sketch].update(moments)
         self._pending = None
         self.param_groups[0]["logra"]["version"] = update.version
         self._redraw()
@@ -251,8 +275,8 @@ class LoGRA(torch.optim.Optimizer):
         theirs, ours = state_dict["param_groups"][0].get("logra"), self.param_groups[0]["logra"]
         if theirs is None:
             raise ConfigError("not a state of LoGRA: its parameter group has no entry 'logra'")
-        theirs = {"stochastic_rounding": False} | theirs  # a state older than the switch
-        differ = [k for k in ("rule", "sketch", "names", "stochastic_rounding") if theirs[k] != ours[k]]
+        theirs = {"stochastic_rounding": False, "beta1": 0.0} | theirs  # a state older than these settings
+        differ = [k for k in ("rule", "sketch", "names", "stochastic_rounding", "beta1") if theirs[k] != ours[k]]
         if differ:
             detail = "; ".join(f"{k}: saved {theirs[k]}, here {ours[k]}" for k in differ if k != "names") or "other layers"
             raise ConfigError(f"saved LoGRA state does not fit this one: {detail}")
@@ -285,13 +309,17 @@ class LoGRA(torch.optim.Optimizer):
     def _sketch_norms(self) -> list[float]:
         return torch.stack(torch._foreach_norm([t.sketch.grad for t in self.targets.values()])).tolist()
 
-    def _factor(self, name: str, target: Target, group: dict) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """U [D, R] before the common factor, V [R, K], and the layer's new moment [D]."""
-        (S_DR, V_RK), v_D = target.factors(), self.state[target.sketch]["v"]
+    def _factor(self, name: str, target: Target, group: dict) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+        """U [D, R] before the common factor, V [R, K], and the layer's new moments."""
+        (S_DR, V_RK), state, step = target.factors(), self.state[target.sketch], self.version + 1
+        mean_DR, moments = None, {}
+        if beta1 := self.optim_config.beta1:
+            mean_DR, moments["m"] = first_moment(S_DR, state["m"], step, beta1)
         if self.optim_config.rule == "row_adam":
-            U_DR, v_D = row_adam(S_DR, v_D, self.version + 1, group["beta2"], group["eps"])
-            return U_DR, V_RK, v_D
-        return (sgd(S_DR) if self.optim_config.rule == "sgd" else orthogonal(S_DR, V_RK)), V_RK, v_D
+            U_DR, moments["v"] = row_adam(S_DR, state["v"], step, group["beta2"], group["eps"], mean_DR)
+            return U_DR, V_RK, moments
+        moved_DR = S_DR if mean_DR is None else mean_DR
+        return (sgd(moved_DR) if self.optim_config.rule == "sgd" else orthogonal(moved_DR, V_RK)), V_RK, moments
 
     def _spec(self) -> ProjectionSpec:
         c = self.config

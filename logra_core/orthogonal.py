@@ -1,7 +1,7 @@
 """The orthogonalised direction: all singular values of an update made equal, from its low-rank factors alone.
 
-As in Muon (Jordan et al. 2024) and Dion (Ahn et al. 2025, arXiv 2504.05295, whose size √(D/K) is used), without their momentum: the
-projection is new at every update, so there is no basis to keep one in.
+As in Muon (Jordan et al. 2024) and Dion (Ahn et al. 2025, arXiv 2504.05295, whose size √(D/K) is used). Their momentum is
+`OptimConfig.beta1`, off by default: where the projection is new at every update there is no basis to keep one in.
 """
 
 from __future__ import annotations

@@ -106,18 +106,19 @@ def plan(
     whole_layer = 4 * shape.largest if gpus > 1 else 0  # one weight put together in fp32
     passing = state | {"gathered": gathered}
     before = grads if accumulate else {}
+    mean = 4 * rank * shape.d // gpus if method == "logra" and layout.momentum else 0  # the next one, until the update is applied
     phases = {
         "forward": passing | before | {"activations": step.layers, "logits": loss},
         "backward": max(
             passing | before | {"activations": step.layers, "logits": head}, passing | grads | {"activations": rest}, key=lambda p: sum(p.values())
         ),
-        "update": state | grads | {"gathered": whole_layer, "update": _update(shape, method, rank)},
+        "update": state | grads | {"gathered": whole_layer, "update": _update(shape, method, rank) + mean},
         "checkpoint": state | {"gathered": whole_layer},
         "sync": state | {"gathered": whole_layer, "update": 2 * rank * shape.d if method == "logra" else 0},
     }
     if method == "logra":
         probe = _probe(name, rank, tokens, probe_rows, dtype, estimator, layout.projection)
-        phases["probe"] = passing | grads | {"update": 4 * rank * shape.d, "probe": probe}
+        phases["probe"] = passing | grads | {"update": 4 * rank * shape.d + mean, "probe": probe}
     ordered = {p: {c: phases[p].get(c, 0) for c in CATEGORIES} for p in PHASES if p in phases}
     average, peak = _rule(shape, method, rank, gpus, layout, tokens)
     return Plan(name, method, gpus, layout, ordered, average, peak)
@@ -180,7 +181,7 @@ def _state(shape: _Shape, method: str, rank: int, gpus: int, layout: Layout, dty
         return state | {"optimizer": 8 * trained // gpus + 4 * shape.layers}, size * trained // gpus
     if method == "lora":
         return state | {"projections": 4 * factors // gpus, "optimizer": (8 * factors + 8 * shape.layers) // gpus}, 4 * factors // gpus
-    state |= {"projections": _projection(shape, rank, layout, 4 if full else 6), "optimizer": 4 * shape.d // gpus}
+    state |= {"projections": _projection(shape, rank, layout, 4 if full else 6), "optimizer": 4 * shape.d * (1 + rank * layout.momentum) // gpus}
     return state, 4 * rank * shape.d // (gpus if layout.sketch_rows else 1)
 
 

@@ -76,7 +76,10 @@ def microbatch(model, i: int) -> torch.Tensor:
 
 def settings_of(kind: str = "tiny"):
     sketch = SketchConfig(rank=8, **({"projection_storage": "bits"} if kind == "bits" else SWITCHES.get(kind, {})))
-    return sketch, OptimConfig(rule="sgd" if kind == "sgd" else "row_adam", update_ratio=1e-2, wire_dtype="float32")
+    if "momentum" in kind:
+        sketch = replace(sketch, refresh=False)
+    rule, beta1 = "sgd" if "sgd" in kind else "row_adam", 0.9 if "momentum" in kind else 0.0
+    return sketch, OptimConfig(rule=rule, update_ratio=1e-2, beta1=beta1, wire_dtype="float32")
 
 
 def single_steps(kind: str, checkpointing: bool, microbatches: int, updates: int) -> list[dict]:
@@ -162,7 +165,7 @@ def whole_steps():
 @pytest.mark.parametrize(
     ("kind", "checkpointing", "world"),
     [("tiny", False, 2), ("tiny", True, 3), ("tiny", True, 4), ("odd", True, 2), ("odd", False, 3), ("odd", True, 4), ("sgd", True, 3), ("bits", True, 2),
-     ("outliers dropped", True, 2), ("ranks", True, 2)],
+     ("outliers dropped", True, 2), ("ranks", True, 2), ("momentum", True, 2), ("sgd, momentum", True, 3)],
 )
 def test_ranks_compute_what_one_process_does(whole_steps, tmp_path, kind, checkpointing, world):
     # 5 microbatches of unequal length, 3 probe rows: some rank is idle in one round, and at 4 ranks one has no context at all.

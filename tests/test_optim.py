@@ -8,8 +8,10 @@ import torch
 from models import SWITCHES, policy_loss, random_ids, score, tiny_llama
 
 from logra_core import ConfigError, LoGRA, NonFiniteError, OptimConfig, SketchConfig, reference, row_adam, sgd
-from logra_core.optim import product_norm_sq
+from logra_core.optim import first_moment, product_norm_sq
+from logra_core.orthogonal import orthogonal
 
+NAME = "model.layers.1.mlp.up_proj"
 IDS = random_ids(2, 8, 96)
 
 
@@ -37,6 +39,57 @@ def test_row_adam_against_float64_loops(scale, eps):
         assert torch.allclose(U.double(), V, rtol=2e-5, atol=0), step
         assert torch.allclose(v.double(), w, rtol=1e-5, atol=0)
         assert float(U.norm()) == pytest.approx(float(S.norm()), rel=1e-5)
+
+
+@pytest.mark.parametrize("scale", [1e-12, 1.0, 1e8])
+def test_first_moment_and_row_adam_of_it_against_float64_loops(scale):
+    """torch's own Adam gives the corrected mean: with β2 = 0 and a huge ε its step is lr m̂ / ε. RowAdam's scale comes from S alone."""
+    torch.manual_seed(0)
+    m, v, w = torch.zeros(6, 5), torch.zeros(6), torch.zeros(6)
+    p = torch.zeros(6, 5, dtype=torch.float64, requires_grad=True)
+    adam = torch.optim.Adam([p], lr=1e30, betas=(0.9, 0.0), eps=1e30)
+    for step in range(1, 6):
+        S = scale * torch.randn(6, 5) * torch.logspace(-3, 3, 6)[:, None]
+        before, p.grad = p.detach().clone(), S.double()
+        adam.step()
+        expected = before - p.detach()
+        mean, m = first_moment(S, m, step, 0.9)
+        assert ((mean - expected).abs().amax(1) <= 1e-6 * expected.abs().amax(1)).all()
+        U, v = row_adam(S, v, step, 0.95, 1e-8, mean)
+        V, w = reference.row_adam(S, w, step, 0.95, 1e-8)
+        rows = (V.norm(dim=1) / S.double().norm(dim=1))[:, None] * expected
+        rows *= expected.norm() / rows.norm()
+        assert ((U - rows).abs().amax(1) <= 1e-5 * rows.abs().amax(1)).all()
+        assert torch.allclose(v.double(), w, rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("rule", ["row_adam", "sgd", "orthogonal"])
+def test_momentum_steps_along_the_mean_of_the_sketches(rule):
+    """Three updates with one A: the factor is what the rule makes of the mean of all sketches so far, proposing twice changes nothing."""
+    logra = make(refresh=False, rule=rule, beta1=0.9, wire_dtype="float32")
+    sketches, v = [], torch.zeros(logra.targets[NAME].module.out_features)
+    for t in range(3):
+        policy_loss(logra.model, random_ids(2, 8, 96, t), t).backward()
+        sketches.append(logra.targets[NAME].sketch.grad.double().clone())
+        mean = sum(0.9 ** (t - i) * S for i, S in enumerate(sketches)) * 0.1 / (1 - 0.9 ** (t + 1))
+        scaled, v = reference.row_adam(sketches[-1], v, t + 1, 0.95, 1e-8)
+        if rule == "row_adam":
+            mean = (scaled.norm(dim=1) / sketches[-1].norm(dim=1))[:, None] * mean
+        elif rule == "orthogonal":
+            mean = orthogonal(mean.float(), logra.targets[NAME].projection()).double()
+        first, again = logra.propose().factors[NAME], logra.propose()
+        assert torch.equal(first, again.factors[NAME])
+        assert torch.nn.functional.cosine_similarity(first.double().flatten(), mean.flatten(), dim=0) == pytest.approx(1, abs=1e-6)
+        logra.apply(again)
+    assert torch.equal(logra.state[logra.targets[NAME].sketch]["m"].isfinite().all(), torch.tensor(True))
+
+
+def test_momentum_needs_one_basis():
+    for changes in ({}, {"refresh": False, "switch": "two_sided"}, {"switch": "activation"}):
+        with pytest.raises(ConfigError, match="SketchConfig.(refresh|kind|projection) = .*where OptimConfig.beta1 > 0"):
+            make(beta1=0.9, **changes)
+    with pytest.raises(ConfigError, match="beta1 = 1.0: allowed is 0 <= beta1 < 1"):
+        make(beta1=1.0)
 
 
 def test_row_adam_of_zero_rows_and_zero_sketches():
@@ -207,17 +260,17 @@ def test_refresh_changes_the_projection_and_the_rank_of_the_sum(refresh):
     assert int((torch.linalg.svdvals(total) > 1e-4 * total.norm()).sum()) == (8 if refresh else 2)
 
 
-@pytest.mark.parametrize("switch", SWITCHES)
+@pytest.mark.parametrize(("switch", "more"), [*((s, {}) for s in SWITCHES), ("one_sided", {"refresh": False, "beta1": 0.9})])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_state_restores_bit_for_bit(dtype, switch):
-    unbroken = make(tiny_llama().to(dtype), switch=switch)
+def test_state_restores_bit_for_bit(dtype, switch, more):
+    unbroken = make(tiny_llama().to(dtype), switch=switch, **more)
     train(unbroken, 3)
     file = io.BytesIO()
     torch.save({"optimizer": unbroken.state_dict(), "model": unbroken.model.state_dict()}, file)
     train(unbroken, 3, 3)
     file.seek(0)
     saved = torch.load(file, weights_only=True)
-    resumed = make(tiny_llama(seed=9).to(dtype), switch=switch)
+    resumed = make(tiny_llama(seed=9).to(dtype), switch=switch, **more)
     resumed.model.load_state_dict(saved["model"])
     resumed.load_state_dict(saved["optimizer"])
     assert resumed.version == 3 and resumed.run_id == unbroken.run_id
@@ -226,7 +279,7 @@ def test_state_restores_bit_for_bit(dtype, switch):
     for p, q in zip(resumed.model.parameters(), unbroken.model.parameters(), strict=True):
         assert torch.equal(p, q)
     for p, q in zip(resumed.state.values(), unbroken.state.values(), strict=True):
-        assert torch.equal(p["v"], q["v"])
+        assert p.keys() == q.keys() and all(torch.equal(p[k], q[k]) for k in p)
 
 
 def test_state_of_other_settings_is_refused():
@@ -238,6 +291,8 @@ def test_state_of_other_settings_is_refused():
             make(switch=switch).load_state_dict(saved)
     with pytest.raises(ConfigError, match="rule"):
         make(rule="sgd").load_state_dict(saved)
+    with pytest.raises(ConfigError, match="beta1: saved 0.0, here 0.9"):
+        make(refresh=False, beta1=0.9).load_state_dict(make(refresh=False).state_dict())
     with pytest.raises(ConfigError, match="other layers"):
         make(tiny_llama(num_hidden_layers=2)).load_state_dict(saved)
     with pytest.raises(ConfigError, match="not a state of LoGRA"):

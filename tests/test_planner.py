@@ -9,7 +9,7 @@ from models import probe_batch, random_ids, real_llm
 
 from logra_core import ConfigError, KLConfig, LoGRA, SketchConfig, predict_q
 from logra_core.config import OptimConfig, PPOConfig, TrainConfig
-from logra_core.memory import measure_step, storage_bytes
+from logra_core.memory import measure_step, optimizer_bytes, storage_bytes
 from logra_core.layout import BEST, PAPER, SWITCHES, Layout, layout_of
 from logra_core.planner import CATEGORIES, H100, PHASES, PhaseMeter, plan, saving
 from logra_core.shapes import linear_shapes, parameters
@@ -117,14 +117,16 @@ def test_each_switch_saves_what_its_formula_says():
 
 
 def test_the_layout_of_a_run_is_what_its_optimizer_keeps(llm):
-    """Shared projections as bits, and fp32 ones: to the byte."""
-    for sketch in (SketchConfig(rank=64, share_inputs=True, projection_storage="bits"), SketchConfig(rank=64, share_inputs=True)):
-        cfg = TrainConfig(sketch=sketch, ppo=PPOConfig(logit_chunk=16))
-        logra = LoGRA(llm, sketch)
+    """Shared projections as bits, fp32 ones, and a mean of sketches made with one A: to the byte."""
+    shared = SketchConfig(rank=64, share_inputs=True)
+    cases = (replace(shared, projection_storage="bits"), OptimConfig()), (shared, OptimConfig()), (replace(shared, refresh=False), OptimConfig(beta1=0.9))
+    for sketch, optim in cases:
+        cfg = TrainConfig(sketch=sketch, optim=optim, ppo=PPOConfig(logit_chunk=16))
+        logra = LoGRA(llm, sketch, optim)
         for target in logra.targets.values():
             target.projection()
         held = sum({id(x): x.nbytes for t in logra.targets.values() for x in t._drawn.values()}.values())
-        moments, sketches = (4 * sum(f(t) for t in logra.targets.values()) for f in (lambda t: t.module.out_features, lambda t: t.sketch.numel()))
+        moments, sketches = optimizer_bytes(logra), 4 * sum(t.sketch.numel() for t in logra.targets.values())
         logra.detach()
         made = on_one("logra", 64, 16, layout=layout_of(cfg)).phases["update"]
         assert (made["projections"], made["optimizer"], made["gradients"]) == (held, moments, sketches)

@@ -127,10 +127,11 @@ def whole(policy, tmp_path_factory):
 
 
 def run_settings(policy, folder: Path, switch: str = "one_sided", method: str = "logra") -> TrainConfig:
-    return settings(policy, folder / "run", updates=5, sketch={"rank": 8, "scored_responses": 6} | SWITCHES[switch], **variant(method))
+    sketch, optim = ({"refresh": False}, {"beta1": 0.9}) if switch == "momentum" else (SWITCHES[switch], {})
+    return settings(policy, folder / "run", updates=5, sketch={"rank": 8, "scored_responses": 6} | sketch, optim=optim, **variant(method))
 
 
-OTHERS = [*(("logra", s) for s in ("two_sided", "shared activation", "shared bits", "ranks")), *((m, "one_sided") for m in VARIANTS[1:])]
+OTHERS = [*(("logra", s) for s in ("two_sided", "shared activation", "shared bits", "ranks", "momentum")), *((m, "one_sided") for m in VARIANTS[1:])]
 
 
 @pytest.mark.parametrize(("method", "switch"), OTHERS)
