@@ -29,10 +29,11 @@ from .config import ConfigError, TrainConfig
 from .configfile import load_config
 from .resume import refuse_another_run
 from .runlog import ROOT, read_log
+from .vllm_plugin import environment
 
 POLL = 0.5  # seconds between looks at the log and at the processes
 TAIL = 3000  # characters of a process's own words in an error
-SERVER_ENVIRONMENT = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1"}
+SERVER_ENVIRONMENT = {"VLLM_SERVER_DEV_MODE": "1"}
 
 
 class LaunchError(RuntimeError):
@@ -149,7 +150,7 @@ class Servers:
             for i in range(launch.servers):
                 port = free_port()
                 devices = launch.rollout_devices[i : i + 1]
-                self._all.append(Guarded(launch.serving(port, cfg), folder / f"server{i}.log", devices, SERVER_ENVIRONMENT))
+                self._all.append(Guarded(launch.serving(port, cfg), folder / f"server{i}.log", devices, SERVER_ENVIRONMENT | environment()))
                 self.urls.append(f"http://127.0.0.1:{port}")
             while not all(map(_healthy, self.urls)):
                 self.check()

@@ -19,7 +19,7 @@ from .config import SamplingConfig
 from .policy import embedded_policy
 from .rollout import RolloutError, Rollouts, Staged, check_request, end_ids
 from .sync import SketchUpdate, SyncError
-from .vllm_plugin import BACKEND, register
+from .vllm_plugin import BACKEND, environment, register
 
 MAX_SEED = 2**63 - 1
 # What every engine needs, in this process or as a server, by vLLM's own names.
@@ -191,7 +191,7 @@ class Answer:
 def import_vllm():
     """vLLM and `vllm_sender`; the ImportError says what is missing."""
     try:
-        os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+        os.environ |= environment()  # read by vLLM's processes when they start
         import vllm
 
         from . import vllm_sender

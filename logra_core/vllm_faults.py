@@ -24,6 +24,10 @@ class FaultyWorker(WorkerExtension):
         same = {n: bool(torch.equal(served[n], W_DK)) for n, W_DK in expected.items()}
         return {"layers": len(same), "names": sorted(weights.shapes) == sorted(expected), "differ": [n for n, ok in same.items() if not ok]}
 
+    def probe_threads(self) -> int:
+        """Threads that the worker computes with."""
+        return torch.get_num_threads()
+
     def probe_kept(self) -> int:
         """Bytes that the worker keeps of the target layers beside what it serves."""
         held = vars(self.weight_transfer_engine.replica.weights).values()

@@ -6,7 +6,16 @@ unknown vLLM version is an error for those who use the backend and for nobody el
 
 from __future__ import annotations
 
+import os
+
 BACKEND = "logra"
+# On a CPU vLLM keeps one core for its scheduler and, when there are two, computes on half the machine. Trainer and engine take turns here.
+DEFAULTS = {"VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_NUM_OF_RESERVED_CPU": "0"}
+
+
+def environment() -> dict[str, str]:
+    """`DEFAULTS` for a process that runs vLLM, as far as this process's environment does not say otherwise."""
+    return {name: os.environ.get(name, value) for name, value in DEFAULTS.items()}
 
 
 def register() -> None:

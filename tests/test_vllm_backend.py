@@ -6,8 +6,10 @@ The tests run in the order written: each leaves the engine in step with the trai
 from __future__ import annotations
 
 import importlib.util
+import os
 import statistics
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -80,6 +82,11 @@ def test_an_update_before_the_first_resync_is_refused(run):
     assert status(run)["version"] == 0
     run.engine.resync(full(run))
     assert in_step(run) and run.engine.version == 1
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="threads matter on a CPU")
+def test_the_worker_computes_on_every_core(run):
+    assert rpc(run, "probe_threads") == len({Path(f"/sys/devices/system/cpu/cpu{i}/topology/thread_siblings_list").read_text() for i in os.sched_getaffinity(0)})
 
 
 def test_twenty_updates_are_served_bit_for_bit(run, tmp_path):
