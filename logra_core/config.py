@@ -29,7 +29,7 @@ class SketchConfig(Checked):
     """What is sketched and with which projection (METHOD sections 1 and 2; the switches of section 8 are off by default).
 
     rank: rows r of A. ranks: other values for some layers, by parts of their names (allocation.py). distribution: of A's entries.
-    refresh: redraw A after every update, else keep the first draw.
+    refresh: redraw A after every `refresh_every` updates, else keep the first draw.
     seed: run seed of A. targets: last name parts (`q_proj`) or dotted suffixes (`mlp.down_proj`) of the linear layers to train.
     kind: two_sided accumulates G Ωᵀ and Ψ G instead of G Aᵀ (two_sided.py), Ω with r/2 rows and Ψ with r; equal_bytes: sized
     instead to what the one-sided sketch of rank r accumulates. projection: activation takes A from the layers' inputs as seen in a
@@ -44,6 +44,7 @@ class SketchConfig(Checked):
     ranks: dict[str, int] = field(default_factory=dict)
     distribution: str = "rademacher"
     refresh: bool = True
+    refresh_every: int = 1
     seed: int = 0
     targets: tuple[str, ...] = QWEN_LLAMA_TARGETS
     kind: str = "one_sided"
@@ -69,7 +70,9 @@ class SketchConfig(Checked):
         two_sided = self.kind == "two_sided"
         self._need("equal_bytes", two_sided or not self.equal_bytes, "false unless kind is two_sided")
         self._need("projection", self.projection == "random" or not two_sided, "random where kind is two_sided")
-        self._need("projection", self.projection == "random" or self.refresh, "random where refresh is false")
+        stays = not self.refresh or self.refresh_every != 1
+        self._need("refresh_every", self.refresh_every >= 1 and (self.refresh or self.refresh_every == 1), ">= 1, and 1 where refresh is false")
+        self._need("projection", self.projection == "random" or not stays, "random where refresh is false or refresh_every above 1")
         self._need("share_inputs", not (two_sided and self.share_inputs), "false where kind is two_sided (its products need x, not P)")
         self._choice("projection_storage", STORAGES)
         kept = self.projection_storage == "fp32"
@@ -79,14 +82,18 @@ class SketchConfig(Checked):
         self._need("seed", 0 <= self.seed < 2**63, "0 <= seed < 2**63")
         self._need("targets", len(self.targets) > 0 and all(self.targets), "at least one non-empty name")
 
+    def draw(self, version: int) -> tuple[int, int]:
+        """Number of the A that update `version` + 1 is made with, and how many updates that A has made before."""
+        return divmod(version, self.refresh_every) if self.refresh else (0, version)
+
 
 @dataclass(frozen=True)
 class OptimConfig(Checked):
     """From sketch to update (METHOD section 3). update_ratio is the optimizer's `lr`: ||update|| / ||weights||.
 
     rule: row_adam; sgd; or orthogonal, the direction with all singular values equal (as in Muon and Dion). beta1: what the rule turns into a
-    step is a running mean of the sketches with that decay, as in Adam (0, the paper's: the last sketch); it needs an A that stays
-    (one_sided, random, refresh false) and as much memory again as the sketches.
+    step is a running mean of the sketches with that decay, as in Adam (0, the paper's: the last sketch); it needs an A that stays for
+    some updates (one_sided, random, refresh false or refresh_every above 1; a new A starts a new mean) and as much memory again as the sketches.
     stochastic_rounding: the model is bf16 and no fp32 masters are kept, neither here nor in the engines: a merge rounds to bf16 up or down
     with the probability that keeps the mean (rounding.py), by the seed of the sketch.
     """
@@ -110,8 +117,10 @@ class OptimConfig(Checked):
 
 def check_momentum(sketch: SketchConfig, optim: OptimConfig) -> None:
     """Raises ConfigError where sketches of different updates cannot be averaged, being coordinates in different bases."""
-    for name, wanted in (("kind", "one_sided"), ("projection", "random"), ("refresh", False)):
-        sketch._need(name, not optim.beta1 or getattr(sketch, name) == wanted, f"{str(wanted).lower()} where OptimConfig.beta1 > 0")
+    for name, wanted in (("kind", "one_sided"), ("projection", "random")):
+        sketch._need(name, not optim.beta1 or getattr(sketch, name) == wanted, f"{wanted} where OptimConfig.beta1 > 0")
+    stays = not sketch.refresh or sketch.refresh_every > 1
+    sketch._need("refresh", not optim.beta1 or stays, "false, or refresh_every above 1, where OptimConfig.beta1 > 0")
 
 
 @dataclass(frozen=True)

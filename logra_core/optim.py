@@ -275,6 +275,7 @@ class LoGRA(torch.optim.Optimizer):
         if theirs is None:
             raise ConfigError("not a state of LoGRA: its parameter group has no entry 'logra'")
         theirs = {"stochastic_rounding": False, "beta1": 0.0} | theirs  # a state older than these settings
+        theirs["sketch"] = {"refresh_every": 1} | theirs["sketch"]
         differ = [k for k in ("rule", "sketch", "names", "stochastic_rounding", "beta1") if theirs[k] != ours[k]]
         if differ:
             detail = "; ".join(f"{k}: saved {theirs[k]}, here {ours[k]}" for k in differ if k != "names") or "other layers"
@@ -322,12 +323,14 @@ class LoGRA(torch.optim.Optimizer):
         """What the rule turns into a step: S, or with `beta1` its running mean; and the new first moment, if there is one."""
         if not self.optim_config.beta1:
             return S_DR, {}
-        mean_DR, m_DR = first_moment(S_DR, state["m"], self.version + 1, self.optim_config.beta1)
+        made = self.config.draw(self.version)[1]
+        m_DR = state["m"] if made else torch.zeros_like(state["m"])  # of another A: coordinates in another basis
+        mean_DR, m_DR = first_moment(S_DR, m_DR, made + 1, self.optim_config.beta1)
         return mean_DR, {"m": m_DR}
 
     def _spec(self) -> ProjectionSpec:
         c = self.config
-        return ProjectionSpec(c.seed, self.version if c.refresh else 0, c.rank, c.distribution, c.share_inputs)
+        return ProjectionSpec(c.seed, c.draw(self.version)[0], c.rank, c.distribution, c.share_inputs)
 
     def _redraw(self) -> None:
         for target in self.targets.values():

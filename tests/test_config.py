@@ -15,6 +15,7 @@ BAD = [
     (SketchConfig, "targets", (), "at least one"),
     (SketchConfig, "targets", ("q_proj", 1), "tuple"),
     (SketchConfig, "refresh", 1, "expected bool"),
+    (SketchConfig, "refresh_every", 0, ">= 1"),
     (OptimConfig, "beta1", 1.0, "0 <= beta1 < 1"),
     (OptimConfig, "update_ratio", "1e-5", "expected float"),
     (OptimConfig, "update_ratio", -1e-5, ">= 0"),

@@ -77,7 +77,7 @@ def microbatch(model, i: int) -> torch.Tensor:
 def settings_of(kind: str = "tiny"):
     sketch = SketchConfig(rank=8, **({"projection_storage": "bits"} if kind == "bits" else SWITCHES.get(kind, {})))
     if "momentum" in kind:
-        sketch = replace(sketch, refresh=False)
+        sketch = replace(sketch, refresh=False) if "sgd" in kind else replace(sketch, refresh_every=2)
     rule, beta1 = "sgd" if "sgd" in kind else "row_adam", 0.9 if "momentum" in kind else 0.0
     return sketch, OptimConfig(rule=rule, update_ratio=1e-2, beta1=beta1, wire_dtype="float32")
 

@@ -15,8 +15,8 @@ NAME = "model.layers.1.mlp.up_proj"
 IDS = random_ids(2, 8, 96)
 
 
-def make(model=None, rank=4, refresh=True, distribution="rademacher", switch="one_sided", **optim):
-    config = SketchConfig(**({"rank": rank, "refresh": refresh, "distribution": distribution} | SWITCHES[switch]))
+def make(model=None, rank=4, refresh=True, refresh_every=1, distribution="rademacher", switch="one_sided", **optim):
+    config = SketchConfig(**({"rank": rank, "refresh": refresh, "refresh_every": refresh_every, "distribution": distribution} | SWITCHES[switch]))
     return LoGRA(model or tiny_llama(), config, OptimConfig(**({"update_ratio": 1e-3} | optim)))
 
 
@@ -63,15 +63,18 @@ def test_first_moment_and_row_adam_of_it_against_float64_loops(scale):
         assert torch.allclose(v.double(), w, rtol=1e-5, atol=0)
 
 
-@pytest.mark.parametrize("rule", ["row_adam", "sgd", "orthogonal"])
-def test_momentum_steps_along_the_mean_of_the_sketches(rule):
-    """Three updates with one A: the factor is what the rule makes of the mean of all sketches so far, proposing twice changes nothing."""
-    logra = make(refresh=False, rule=rule, beta1=0.9, wire_dtype="float32")
+@pytest.mark.parametrize(("rule", "every"), [("row_adam", None), ("sgd", None), ("orthogonal", None), ("row_adam", 2), ("sgd", 3)])
+def test_momentum_steps_along_the_mean_of_the_sketches(rule, every):
+    """The factor is what the rule makes of the mean of all sketches made with the same A so far; proposing twice changes nothing."""
+    logra = make(**({"refresh": False} if every is None else {"refresh_every": every}), rule=rule, beta1=0.9, wire_dtype="float32")
     sketches, v = [], torch.zeros(logra.targets[NAME].module.out_features)
-    for t in range(3):
+    for t in range(3 if every is None else 5):
+        if every is not None and t % every == 0:
+            sketches = []
         policy_loss(logra.model, random_ids(2, 8, 96, t), t).backward()
         sketches.append(logra.targets[NAME].sketch.grad.double().clone())
-        mean = sum(0.9 ** (t - i) * S for i, S in enumerate(sketches)) * 0.1 / (1 - 0.9 ** (t + 1))
+        age = len(sketches)
+        mean = sum(0.9 ** (age - 1 - i) * S for i, S in enumerate(sketches)) * 0.1 / (1 - 0.9**age)
         scaled, v = reference.row_adam(sketches[-1], v, t + 1, 0.95, 1e-8)
         if rule == "row_adam":
             mean = (scaled.norm(dim=1) / sketches[-1].norm(dim=1))[:, None] * mean
@@ -85,7 +88,7 @@ def test_momentum_steps_along_the_mean_of_the_sketches(rule):
 
 
 def test_momentum_needs_one_basis():
-    for changes in ({}, {"refresh": False, "switch": "two_sided"}, {"switch": "activation"}):
+    for changes in ({}, {"refresh": False, "switch": "two_sided"}, {"refresh_every": 3, "switch": "two_sided"}, {"switch": "activation"}):
         with pytest.raises(ConfigError, match="SketchConfig.(refresh|kind|projection) = .*where OptimConfig.beta1 > 0"):
             make(beta1=0.9, **changes)
     with pytest.raises(ConfigError, match="beta1 = 1.0: allowed is 0 <= beta1 < 1"):
@@ -260,7 +263,29 @@ def test_refresh_changes_the_projection_and_the_rank_of_the_sum(refresh):
     assert int((torch.linalg.svdvals(total) > 1e-4 * total.norm()).sum()) == (8 if refresh else 2)
 
 
-@pytest.mark.parametrize(("switch", "more"), [*((s, {}) for s in SWITCHES), ("one_sided", {"refresh": False, "beta1": 0.9})])
+def test_refresh_every_keeps_one_projection_for_so_many_updates():
+    logra = make(rank=2, refresh_every=3)
+    before, seen = logra.targets[NAME].weight.detach().clone(), []
+    for t in range(7):
+        seen.append(logra.targets[NAME].projection().clone())
+        train(logra, 1, t)
+    assert [torch.equal(a, b) for a, b in zip(seen, seen[1:], strict=False)] == [True, True, False, True, True, False]
+    total = (logra.targets[NAME].weight.detach() - before).double()
+    assert int((torch.linalg.svdvals(total) > 1e-4 * total.norm()).sum()) == 6  # three draws of two rows
+
+
+def test_a_state_older_than_refresh_every_is_read():
+    saved = make().state_dict()
+    del saved["param_groups"][0]["logra"]["sketch"]["refresh_every"]
+    make().load_state_dict(saved)
+    with pytest.raises(ConfigError, match="sketch: saved .*'refresh_every': 1.*, here .*'refresh_every': 2"):
+        make(refresh_every=2).load_state_dict(saved)
+
+
+STATES = [*((s, {}) for s in SWITCHES), *(("one_sided", {"beta1": 0.9} | a) for a in ({"refresh": False}, {"refresh_every": 2}, {"refresh_every": 4}))]
+
+
+@pytest.mark.parametrize(("switch", "more"), STATES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_state_restores_bit_for_bit(dtype, switch, more):
     unbroken = make(tiny_llama().to(dtype), switch=switch, **more)

@@ -127,7 +127,7 @@ def whole(policy, tmp_path_factory):
 
 
 def run_settings(policy, folder: Path, switch: str = "one_sided", method: str = "logra") -> TrainConfig:
-    sketch, optim = ({"refresh": False}, {"beta1": 0.9}) if switch == "momentum" else (SWITCHES[switch], {})
+    sketch, optim = ({"refresh_every": 4}, {"beta1": 0.9}) if switch == "momentum" else (SWITCHES[switch], {})
     return settings(policy, folder / "run", updates=5, sketch={"rank": 8, "scored_responses": 6} | sketch, optim=optim, **variant(method))
 
 

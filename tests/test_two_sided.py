@@ -189,6 +189,8 @@ def test_what_does_not_go_together_is_refused():
         ({"kind": "two_sided", "projection": "activation"}, "projection"),
         ({"kind": "two_sided", "share_inputs": True}, "share_inputs"),
         ({"projection": "activation", "refresh": False}, "projection"),
+        ({"projection": "activation", "refresh_every": 2}, "projection"),
+        ({"refresh": False, "refresh_every": 2}, "refresh_every"),
         ({"projection": "gradient"}, "projection"),
         ({"complement": 1.5}, "complement"),
         ({"scored_responses": -1}, "scored_responses"),
