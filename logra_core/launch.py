@@ -84,8 +84,9 @@ class LaunchConfig(Checked):
         """The command line of one server. Room for keys and values is given, not measured: the masters come with the first message."""
         from .policy import embedded_policy
         from .rollout_server import serve_command
+        from .rollout_vllm import ON_CPU
 
-        options = {"kv_cache_memory_bytes": int(self.kv_cache_gib * 2**30)} | ({} if self.rollout_devices else {"enforce_eager": True})
+        options = {"kv_cache_memory_bytes": int(self.kv_cache_gib * 2**30)} | ({} if self.rollout_devices else ON_CPU)
         return serve_command(cfg.model or embedded_policy(), port, **(options | self.server_options))
 
     def command(self, seed: int, urls: Sequence[str] = ()) -> list[str]:

@@ -20,13 +20,14 @@ from .rollout_vllm import SERVING, Answer, _Served, import_vllm, tokenizer_and_e
 def serve_command(path: str | Path, port: int, host: str = "127.0.0.1", **options: Any) -> list[str]:
     """The command line of a vLLM server that `ServerRollout` can use; run it with VLLM_SERVER_DEV_MODE=1 in its environment.
 
-    options: further settings of the server by their long names with underscores (True: a switch), such as max_model_len.
+    options: further settings of the server by their long names with underscores (True or False: a switch), such as max_model_len.
     """
     settings = SERVING | {"model": path, "served_model_name": "policy", "host": host, "port": port}
     settings |= {"enable_scale_out": True} | options  # the route that takes and returns tokens
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
     for name, value in settings.items():
-        command += [f"--{name.replace('_', '-')}"] + ([] if value is True else [json.dumps(value) if isinstance(value, dict) else str(value)])
+        text = [] if isinstance(value, bool) else [json.dumps(value) if isinstance(value, dict) else str(value)]
+        command += [f"--{'no-' * (value is False)}{name.replace('_', '-')}", *text]
     return command
 
 

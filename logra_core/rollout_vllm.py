@@ -28,6 +28,9 @@ SERVING = {
     "worker_extension_cls": "logra_core.vllm_backend.WorkerExtension",
 }  # fmt: skip
 
+# vLLM's CPU worker cannot give back the random numbers that a seeded request drew in a step that took a part of its prompt: no parts.
+ON_CPU = {"enforce_eager": True, "enable_chunked_prefill": False}
+
 
 class _Served:
     """What rollouts from a vLLM share, wherever it runs: version and digests from the worker, messages, and the reading of answers."""
@@ -135,8 +138,7 @@ class VLLMRollout(_Served):
         settings = {
             "max_model_len": max_model_len,
             "kv_cache_memory_bytes": int(kv_cache_gib * 2**30), "max_num_seqs": max_num_seqs, "seed": 0, "disable_log_stats": True,
-            "enforce_eager": not torch.cuda.is_available(),
-        }  # fmt: skip
+        } | ({} if torch.cuda.is_available() else ON_CPU)  # fmt: skip
         path = embedded_policy() if path is None else path
         try:
             with _printing_to(log):  # the engine's processes keep what is open here

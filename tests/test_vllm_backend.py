@@ -89,6 +89,14 @@ def test_the_worker_computes_on_every_core(run):
     assert rpc(run, "probe_threads") == len({Path(f"/sys/devices/system/cpu/cpu{i}/topology/thread_siblings_list").read_text() for i in os.sched_getaffinity(0)})
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a CPU's generators have no offset to go back to")
+def test_seeded_requests_whose_prompts_do_not_fit_into_one_step(run):
+    asked = prompts(run.tokenizer, 64, repeat=5)
+    assert sum(map(len, asked)) > run.engine.llm.llm_engine.vllm_config.scheduler_config.max_num_batched_tokens
+    first, again = (run.engine.generate(asked, SamplingConfig(max_tokens=2, temperature=1.0), 3) for _ in range(2))
+    assert len(first.response_ids) == 64 and all(map(torch.equal, first.response_ids, again.response_ids))
+
+
 def test_twenty_updates_are_served_bit_for_bit(run, tmp_path):
     # A long prompt (several blocks of keys and values) is answered first, so that its cache could go stale; see the next test.
     run.long = prompts(run.tokenizer, 2, repeat=40)
