@@ -19,7 +19,8 @@ from .projection import canonical_name
 
 RECIPE = "logra-rounding-1"  # part of the key: a changed recipe must change every bit
 BLOCK = 16  # elements that one step of Philox's counter serves: 4 words of 64 bits, 16 bits an element
-CHUNK = 2**20  # elements rounded at once; bounds the temporaries, changes no bit
+CHUNK = 2**20  # elements of a weight rounded at once; bounds the temporaries, changes no bit
+PART = 2**24  # the same for layers' outputs
 TINY = torch.finfo(torch.float32).tiny  # the smallest normal number, of bf16 too
 
 
@@ -70,9 +71,26 @@ def stochastic_round(
         part = W_DK[start : start + step].contiguous()
         bits = random_bits(rounding, name, width, slice(first + start, first + start + len(part)), columns)
         bits = torch.from_numpy(np.ascontiguousarray(bits).view(np.int16)).to(part.device)  # two bytes an element travel to a GPU
-        total = bits.to(torch.int32).bitwise_and_(0xFFFF).add_(part.view(torch.int32))
-        rounded = total.bitwise_right_shift_(16).to(torch.int16).view(torch.bfloat16)
+        rounded = _cut(part, bits.to(torch.int32).bitwise_and_(0xFFFF))
         if not (torch.isfinite(part).all() and torch.isfinite(rounded).all()):
             raise NonFiniteError(f"weight of {name!r} is not finite in bfloat16 after the update")
         made[start : start + step] = torch.where(rounded.abs() < TINY, 0, rounded)
+    return made
+
+
+def _cut(values: torch.Tensor, bits: torch.Tensor) -> torch.Tensor:
+    """bf16 of contiguous fp32 `values` with `bits` (int32, below 2^16; overwritten) added below the last place that stays."""
+    return bits.add_(values.view(torch.int32)).bitwise_right_shift_(16).to(torch.int16).view(torch.bfloat16)
+
+
+def add_on_grid(y: torch.Tensor, change: torch.Tensor, scale: float, generator: torch.Generator) -> torch.Tensor:
+    """y + scale · change in bf16, rounded up or down by chance: right in the mean. Both bf16, of one shape [..., D]; the result is new.
+
+    For a change of something that is already rounded. To nearest, every element that changes by less than half a unit in the last place
+    would stay as it is; where two different fp32 sums are rounded, their places between the neighbours spare them that.
+    """
+    made = torch.empty_like(y, memory_format=torch.contiguous_format)
+    for part, y_part, change_part in zip(*(t.reshape(-1).split(PART) for t in (made, y, change)), strict=True):
+        bits = torch.randint(2**16, y_part.shape, dtype=torch.int32, device=y.device, generator=generator)
+        part.copy_(_cut(y_part.float().add_(change_part, alpha=scale), bits))
     return made

@@ -1,5 +1,6 @@
 """Predicted, finite-difference and exact KL against loops in float64, on toys and on the real LLM's own rollouts."""
 
+import copy
 import math
 
 import pytest
@@ -229,3 +230,17 @@ def test_real_llm_rollouts():
             assert abs(second) <= 0.01 and abs(errors[1]) <= 0.03 and abs(errors[2]) <= 0.02
             assert abs(errors[0]) <= (0.01 if target == 2e-5 else 0.015)
     assert logra.weights.fingerprint() == Weights(logra.weights.modules).fingerprint()
+
+
+def test_a_finite_difference_in_bf16_keeps_what_its_outputs_would_round_away():
+    """At steps far above the noise of bf16 (KL about 0.02 and 0.08 nats) the ratio to fp32 is 1, not 0.6."""
+    model, tokenizer = real_llm()
+    model.to(torch.bfloat16).float()  # weights of equal value in both
+    asked = [f"What is {a} + {b}?" for a, b in ((12, 7), (48, 95), (3, 61), (77, 20))]
+    ids = tokenizer(asked, return_tensors="pt", padding=True, padding_side="left")["input_ids"]
+    _, update = proposal(model, ids, rank=16, update_ratio=1e-3)
+    rounded = copy.deepcopy(model).to(torch.bfloat16)
+    for target in (0.02, 0.08):
+        step = math.sqrt(target / q_jvp(model, update, probe_batch(ids, 1)))
+        fp32, bf16 = (q_finite_difference(m, update, probe_batch(ids, 1), step) for m in (model, rounded))
+        assert bf16 == pytest.approx(fp32, rel=0.25)

@@ -14,7 +14,7 @@ from test_sync import FAULTS, NAME, TARGETS, failing_at_the_tenth, full_state_by
 from logra_core import ConfigError, LoGRA, NonFiniteError, OptimConfig, Replica, SketchConfig, SketchUpdate, SyncError
 from logra_core.config import TrainConfig
 from logra_core.reference import stochastic_round as oracle
-from logra_core.rounding import CHUNK, TINY, Rounding, random_bits, stochastic_round
+from logra_core.rounding import CHUNK, TINY, Rounding, add_on_grid, random_bits, stochastic_round
 from logra_core.weights import RoundedWeights, Weights
 
 BF16 = torch.bfloat16
@@ -133,6 +133,19 @@ def test_edges():
     for bad in ({"seed": -1, "version": 1}, {"seed": 0, "version": 0}, {"seed": True, "version": 1}, {"seed": 0.5, "version": 1}):
         with pytest.raises(ConfigError, match="expected an integer"):
             Rounding(**bad)
+
+
+@pytest.mark.parametrize("ulps", [0.01, 0.3, 0.5, 1.25])
+def test_a_change_of_something_rounded_is_right_in_the_mean(ulps):
+    """The values stand on bf16's grid: to nearest, a change below half a unit is lost in every element."""
+    y = torch.randn(500, 400, generator=torch.Generator().manual_seed(0)).clamp(1.0, 1.5).to(torch.bfloat16)  # one unit: 2^-7
+    change = torch.full_like(y, ulps * 2**-7)
+    step = lambda scale, seed=1: add_on_grid(y, change, scale, torch.Generator().manual_seed(seed))  # noqa: E731
+    moved, share = (step(-2.0).double() - y.double()) * 2**7, 2 * float(change[0, 0]) * 2**7
+    error = math.sqrt((share % 1) * (1 - share % 1) / y.numel())
+    assert moved.mean().item() == pytest.approx(-share, abs=4 * error + 1e-9) and torch.equal(step(-2.0), step(-2.0))
+    assert torch.equal(step(0.0), y) and not (ulps < 0.25 and not torch.equal(y - 2 * change, y))
+    assert step(math.inf).isinf().all() and step(math.nan).isnan().all()
 
 
 def test_tiny_steps_are_lost_by_nearest_rounding_and_kept_on_average_by_stochastic():
