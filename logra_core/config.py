@@ -60,9 +60,8 @@ class SketchConfig(Checked):
         self._need("rank", self.rank >= 1, ">= 1")
         valid = all(isinstance(p, str) and p.strip(".") and type(r) is int and r >= 1 for p, r in self.ranks.items())
         self._need("ranks", valid, "a rank >= 1 for each part of a name")
-        self._choice("distribution", DISTRIBUTIONS)
-        self._choice("kind", KINDS)
-        self._choice("projection", PROJECTIONS)
+        for name, allowed in (("distribution", DISTRIBUTIONS), ("kind", KINDS), ("projection", PROJECTIONS), ("projection_storage", STORAGES)):
+            self._choice(name, allowed)
         self._need("complement", 0 <= self.complement <= 1, "0 <= complement <= 1")
         self._need("drop_leading", self.drop_leading >= 0, ">= 0")
         self._need("drop_leading", self.projection == "activation" or not self.drop_leading, "0 where projection is not activation")
@@ -74,7 +73,6 @@ class SketchConfig(Checked):
         self._need("refresh_every", self.refresh_every >= 1 and (self.refresh or self.refresh_every == 1), ">= 1, and 1 where refresh is false")
         self._need("projection", self.projection == "random" or not stays, "random where refresh is false or refresh_every above 1")
         self._need("share_inputs", not (two_sided and self.share_inputs), "false where kind is two_sided (its products need x, not P)")
-        self._choice("projection_storage", STORAGES)
         kept = self.projection_storage == "fp32"
         self._need("projection_storage", kept or self.projection == "random", "fp32 where projection is activation (no seed gives that A)")
         self._need("projection_storage", kept or not two_sided, "fp32 where kind is two_sided (its backward needs Ω and Ψ again)")
@@ -127,8 +125,8 @@ def check_momentum(sketch: SketchConfig, optim: OptimConfig) -> None:
 class KLConfig(Checked):
     """Predicted-KL step control (METHOD section 4).
 
-    budget: KL per update in nats (update 1); budget_end: at update `horizon` (cosine). probe_step: step of the finite
-    difference, in units of the proposed update. score_samples: tokens drawn at each context by the score sketch (kl_score.py), a backward
+    budget: KL per update in nats (update 1); budget_end: at update `horizon` (cosine). probe_step: step of the finite difference, in
+    units of the proposed update; with probe_kl > 0 only where the search for a step of about that KL (nats) starts. score_samples: tokens drawn at each context by the score sketch (kl_score.py), a backward
     pass each; q is then known to about √(2 / (probe_responses · score_samples)). probe_responses: contexts come from that many responses
     of the batch. temperature: of the sampling distribution. mismatch: subtract the rollout mismatch (EMA weight 0.3, floor half the budget).
     """
@@ -140,6 +138,7 @@ class KLConfig(Checked):
     alpha_max: float = 3.0
     estimator: str = "jvp"
     probe_step: float = 1.0
+    probe_kl: float = 0.0
     score_samples: int = 8
     probe_responses: int = 2
     temperature: float = 1.0
@@ -152,9 +151,9 @@ class KLConfig(Checked):
         self._choice("estimator", ESTIMATORS)
         for name in ("budget", "budget_end", "alpha_max", "probe_step", "temperature"):
             self._need(name, getattr(self, name) > 0, "> 0")
-        self._need("horizon", self.horizon >= 1, ">= 1")
-        self._need("score_samples", self.score_samples >= 1, ">= 1")
-        self._need("probe_responses", self.probe_responses >= 1, ">= 1")
+        self._need("probe_kl", self.probe_kl >= 0, ">= 0")
+        for name in ("horizon", "score_samples", "probe_responses"):
+            self._need(name, getattr(self, name) >= 1, ">= 1")
         for name in ("mismatch_weight", "mismatch_floor"):
             self._need(name, 0 <= getattr(self, name) <= 1, "0 <= value <= 1")
 

@@ -24,6 +24,7 @@ from .optim import NonFiniteError
 from .projection import canonical_name
 from .rounding import add_on_grid
 
+TRIES = 4  # probe steps of one finite difference with a target
 CHUNK = 512  # contexts whose full-vocabulary distributions are held in float64 at a time
 LOGITS = 2**26  # logits of one forward pass of a probe (256 MiB in fp32); longer batches go in parts
 
@@ -118,9 +119,18 @@ def exact_kl(model: nn.Module, update: Proposal, probe: ProbeBatch, alpha: float
     return total / contexts
 
 
-def q_finite_difference(model: nn.Module, update: Proposal, probe: ProbeBatch, step: float, temperature: float = 1.0) -> float:
-    """q ≈ KL(step)/step² (the paper's 27B run). In bf16 it takes a step whose KL is far above the noise (1e-3 nats on SmolLM2-135M; notebook 03)."""
-    return exact_kl(model, update, probe, step, temperature) / step**2
+def q_finite_difference(model: nn.Module, update: Proposal, probe: ProbeBatch, step: float, temperature: float = 1.0, target: float = 0.0) -> float:
+    """q ≈ KL(step)/step² (the paper's 27B run). In bf16 it takes a step whose KL is far above the noise (1e-3 nats on SmolLM2-135M; notebook 03).
+
+    target: KL in nats. If not 0, `step` is only the first of at most `TRIES`, until KL(step) is within a factor of two of it: a step too
+    small drowns in rounding, one too large leaves the quadratic law. The last one counts.
+    """
+    for left in range(TRIES, 0, -1):
+        kl = exact_kl(model, update, probe, step, temperature)
+        if left == 1 or not target or target / 2 <= kl <= 2 * target:
+            break
+        step *= 0.1 if not math.isfinite(kl) else min(max(math.sqrt(target / max(kl, 1e-30)), 0.01), 100.0)
+    return kl / step**2
 
 
 @torch.no_grad()
@@ -147,9 +157,10 @@ def q_jvp(model: nn.Module, update: Proposal, probe: ProbeBatch, temperature: fl
     return total / (2 * contexts * temperature**2)
 
 
-def predict_q(model: nn.Module, update: Proposal, probe: ProbeBatch, config: KLConfig) -> float:
+def predict_q(model: nn.Module, update: Proposal, probe: ProbeBatch, config: KLConfig, last: float | None = None) -> float:
     """q(D) of the proposed update by the configured estimator; KL(α) ≈ α² q.
 
+    last: q of the update before, with which a finite difference of `probe_kl` nats starts near its step.
     Raises:
         NonFiniteError: the prediction is NaN, infinite or negative.
     """
@@ -160,7 +171,8 @@ def predict_q(model: nn.Module, update: Proposal, probe: ProbeBatch, config: KLC
 
         q = q_score_sketch(model, update, probe, config.score_samples, config.temperature)
     else:
-        q = q_finite_difference(model, update, probe, config.probe_step, config.temperature)
+        step = math.sqrt(config.probe_kl / last) if last and config.probe_kl else config.probe_step
+        q = q_finite_difference(model, update, probe, step, config.temperature, config.probe_kl)
     if not math.isfinite(q) or q < 0:
         raise NonFiniteError(f"predicted KL coefficient q = {q} of update {update.version}: the step is not taken")
     return q
@@ -182,6 +194,7 @@ class StepController:
     def __init__(self, config: KLConfig) -> None:
         self.config = config
         self.mismatch: float | None = None
+        self.q: float | None = None  # of the last update
         self.last: dict = {}
 
     def observe_mismatch(self, value: float) -> None:
@@ -214,7 +227,7 @@ class StepController:
             alpha, q, budget = 1.0, None, math.inf
         else:
             budget = self.effective_budget(update.version)
-            q = predict_q(model, update, probe, self.config)
+            q = self.q = predict_q(model, update, probe, self.config, self.q)
             alpha = min(self.config.alpha_max, math.sqrt(budget / q)) if q else 1.0
         self.last = {
             "estimator": self.config.estimator,
@@ -227,10 +240,10 @@ class StepController:
         return alpha
 
     def state_dict(self) -> dict:
-        return {"mismatch": self.mismatch}
+        return {"mismatch": self.mismatch, "q": self.q}
 
     def load_state_dict(self, state: dict) -> None:
-        self.mismatch = state["mismatch"]
+        self.mismatch, self.q = state["mismatch"], state.get("q")
 
     def metrics(self) -> dict:
         """`last` for a log, an absent budget (no schedule) as None, and the averaged mismatch."""

@@ -1,6 +1,7 @@
 """Predicted, finite-difference and exact KL against loops in float64, on toys and on the real LLM's own rollouts."""
 
 import copy
+import dataclasses
 import math
 
 import pytest
@@ -9,7 +10,7 @@ from models import half_training, policy_loss, probe_batch, random_ids, real_llm
 from torch import nn
 
 from logra_core import ConfigError, KLConfig, LoGRA, NonFiniteError, OptimConfig, ProbeBatch, SketchConfig, StepController, exact_kl, predict_q, reference
-from logra_core.kl import budget_at, kl_divergence, logit_variance, q_finite_difference, q_jvp
+from logra_core.kl import TRIES, budget_at, kl_divergence, logit_variance, q_finite_difference, q_jvp
 from logra_core.sync import Weights
 
 
@@ -232,6 +233,32 @@ def test_real_llm_rollouts():
     assert logra.weights.fingerprint() == Weights(logra.weights.modules).fingerprint()
 
 
+@pytest.mark.parametrize("start", [1e-3, 10.0, 300.0])
+def test_a_finite_difference_finds_a_step_of_the_kl_it_is_asked_for(start, monkeypatch):
+    """From far too small and far too large; then the next update starts there, and so does a controller that was loaded."""
+    model, ids = tiny_llama(), random_ids(3, 12, 96)
+    logra, update = proposal(model, ids)
+    probe, tried = probe_batch(ids, 5), []
+    monkeypatch.setattr("logra_core.kl.exact_kl", lambda *args: tried.append((args[3], exact_kl(*args))) or tried[-1][1])
+    config = KLConfig(estimator="finite_difference", probe_step=start, probe_kl=1e-5, schedule="constant", budget=1e-4)
+    controller, again = StepController(config), StepController(config)
+    controller.scale(model, update, probe)
+    step, kl = tried[-1]
+    assert 1 < len(tried) <= TRIES and 5e-6 <= kl <= 2e-5 and controller.last["q"] == kl / step**2
+    assert controller.last["q"] == pytest.approx(q_jvp(model, update, probe), rel=0.1)
+    again.load_state_dict(controller.state_dict())
+    policy_loss(model, random_ids(3, 12, 96, 7), 5).backward()
+    for one in (controller, again):
+        tried.clear()
+        one.scale(model, logra.propose(), probe)
+        assert len(tried) <= 2 and tried[0][0] == math.sqrt(1e-5 / (kl / step**2))
+    assert controller.last == again.last
+    tried.clear()
+    with pytest.raises(NonFiniteError, match="q = nan"):
+        predict_q(model, update, probe, dataclasses.replace(config, probe_step=1e30))
+    assert len(tried) == TRIES
+
+
 def test_a_finite_difference_in_bf16_keeps_what_its_outputs_would_round_away():
     """At steps far above the noise of bf16 (KL about 0.02 and 0.08 nats) the ratio to fp32 is 1, not 0.6."""
     model, tokenizer = real_llm()
@@ -244,3 +271,6 @@ def test_a_finite_difference_in_bf16_keeps_what_its_outputs_would_round_away():
         step = math.sqrt(target / q_jvp(model, update, probe_batch(ids, 1)))
         fp32, bf16 = (q_finite_difference(m, update, probe_batch(ids, 1), step) for m in (model, rounded))
         assert bf16 == pytest.approx(fp32, rel=0.25)
+    config = KLConfig(estimator="finite_difference", probe_kl=0.03)
+    fp32, bf16 = (predict_q(m, update, probe_batch(ids, 1), config) for m in (model, rounded))
+    assert bf16 == pytest.approx(fp32, rel=0.25)
