@@ -24,6 +24,7 @@ from logra_core.rollout import RolloutError
 from logra_core.rollout_group import EngineGroup
 from logra_core.rollout_server import ServerRollout, serve_command
 from logra_core.rollout_vllm import ON_CPU
+from logra_core.vllm_plugin import environment
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed: make vllm")
 
@@ -35,7 +36,8 @@ def serve(policy: Path, port: int, log: Path) -> subprocess.Popen:
     options = OPTIONS | {"max_num_seqs": 64, "kv_cache_memory_bytes": 2**30} | ON_CPU
     command = serve_command(policy, port, **options)
     path = os.pathsep.join([str(HERE.parent), str(HERE), os.environ.get("PYTHONPATH", "")])
-    env = {k: v for k, v in os.environ.items() if k != "VLLM_ALLOW_INSECURE_SERIALIZATION"} | {"VLLM_SERVER_DEV_MODE": "1", "PYTHONPATH": path}
+    env = os.environ | environment() | {"VLLM_SERVER_DEV_MODE": "1", "PYTHONPATH": path}
+    env.pop("VLLM_ALLOW_INSECURE_SERIALIZATION", None)
     return subprocess.Popen(command, env=env, stdout=log.open("w"), stderr=subprocess.STDOUT, start_new_session=True)
 
 
