@@ -1,16 +1,19 @@
 """Error against cost of the estimators of q on the embedded policy's own responses: JVP, finite differences, score sketch. No test; prints a table.
 
 The reference is the JVP in fp32. Cost is time in units of one forward pass of the same probe, the methods taken in turn so that a noisy minute
-hits them all. The score sketch is drawn anew for each repeat, so its error has a spread.
+hits them all. The score sketch is drawn anew for each repeat, so its error has a spread. In bf16, also what rounding the branch's sum by chance costs
+beside a plain sum, which loses a part of the KL.
 
     python tests/bench_kl.py [--responses 8] [--tokens 16] [--rank 64] [--repeats 8] [--out data/runs/kl_estimators.jsonl]
 """
 
 import argparse
+import copy
 import dataclasses
 import math
 import statistics
 import time
+from unittest.mock import patch
 
 import torch
 
@@ -21,7 +24,7 @@ from logra_core.ppo import sequence_logprobs
 from logra_core.rollout import TransformersRollout
 from logra_core.runlog import RunLog
 
-SAMPLES, FD_KL = (1, 4, 16), (1e-5, 1e-4, 1e-3)
+SAMPLES, FD_KL, BF16_KL = (1, 4, 16), (1e-5, 1e-4, 1e-3), 0.03
 
 
 def make_problem(responses: int, tokens: int, rank: int):
@@ -54,14 +57,24 @@ def main() -> None:
     model, update, probe = make_problem(args.responses, args.tokens, args.rank)
     exact = q_jvp(model, update, probe)
 
-    def forward():
-        with torch.no_grad(), _probing(model):
-            _context_logits(model, probe)
+    rounded = copy.deepcopy(model).to(torch.bfloat16)
+
+    def forward(of=model):
+        with torch.no_grad(), _probing(of):
+            _context_logits(of, probe)
+
+    def in_bf16(v):
+        return q_finite_difference(rounded, update, probe, math.sqrt(BF16_KL / exact))
+
+    def plain_sum(v):
+        with patch("logra_core.kl.add_on_grid", lambda y, change, scale, generator: y + scale * change):
+            return in_bf16(v)
 
     ways = {"forward": lambda v: forward(), "jvp": lambda v: q_jvp(model, update, probe)}
     ways |= {f"finite difference, KL {kl:g}": lambda v, kl=kl: q_finite_difference(model, update, probe, math.sqrt(kl / exact)) for kl in FD_KL}
     ways |= {f"score sketch, {n} samples": lambda v, n=n: q_score_sketch(model, dataclasses.replace(update, version=v), probe, n) for n in SAMPLES}
-    forward()
+    ways |= {"forward, bf16": lambda v: forward(rounded), f"finite difference, bf16, KL {BF16_KL:g}": in_bf16, "the same by a plain sum": plain_sum}
+    forward(), forward(rounded)
     found = {name: [] for name in ways}
     for repeat in range(args.repeats):
         for name, way in ways.items():
