@@ -126,9 +126,10 @@ class KLConfig(Checked):
     """Predicted-KL step control (METHOD section 4).
 
     budget: KL per update in nats (update 1); budget_end: at update `horizon` (cosine). probe_step: step of the finite difference, in
-    units of the proposed update; with probe_kl > 0 only where the search for a step of about that KL (nats) starts. score_samples: tokens drawn at each context by the score sketch (kl_score.py), a backward
-    pass each; q is then known to about √(2 / (probe_responses · score_samples)). probe_responses: contexts come from that many responses
-    of the batch. temperature: of the sampling distribution. mismatch: subtract the rollout mismatch (EMA weight 0.3, floor half the budget).
+    units of the proposed update; with probe_kl > 0 only where the search for a step of about that KL (nats) starts. score_samples: tokens
+    drawn at each context by the score sketch (kl_score.py), a backward pass each; q is then known to about
+    √(2 / (probe_responses · score_samples)). probe_responses: contexts come from that many responses of the batch. temperature: of the
+    sampling distribution. mismatch: subtract the rollout mismatch (EMA weight 0.3, floor half the budget).
     """
 
     schedule: str = "cosine"
