@@ -22,7 +22,8 @@ from .kl import ProbeBatch, StepController, exact_kl, predict_q
 from .optim import LoGRA, MissingSketchError, NonFiniteError, row_adam, sgd
 from .policy import embedded_policy, load_policy
 from .projection import ProjectionSpec, make_projection
-from .sketch import attach, detach, target_table
+from .shapes import target_table
+from .sketch import attach, detach
 from .sync import Replica, SketchUpdate, SyncError, full_state_bytes
 from .weights import Weights
 

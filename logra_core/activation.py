@@ -34,10 +34,10 @@ class RangeFinder:
         self.spec: ProjectionSpec | None = None
         self.restart(spec)
 
-    def restart(self, spec: ProjectionSpec) -> None:
-        """Forget everything if `spec` is of another update."""
-        if spec != self.spec:
-            self.spec, self.tokens = spec, 0
+    def restart(self, spec: ProjectionSpec, anew: bool = False) -> None:
+        """Forget everything if `spec` is of another update, or in any case."""
+        if anew or spec != self.spec:
+            self.spec, self.tokens, self.used = spec, 0, False
             self._sum_RK: torch.Tensor | None = None
             self._rows: torch.Tensor | None = None
             self._stream = stream_of(spec, self.name + "#range")
@@ -53,6 +53,7 @@ class RangeFinder:
 
     def rows(self) -> torch.Tensor:
         """A [R, K] fp32: orthonormal rows, the leading ones first, rounded to `dtype`. Raises NonFiniteError for inputs that are not finite."""
+        self.used = True
         if self._rows is None:
             A_RK = leading_rows(self._sum_RK, self._random_rows, self.complement, self.name, self.drop)
             self._rows, self._sum_RK = A_RK.to(self.dtype).float(), None
@@ -98,7 +99,7 @@ def observe(targets: Iterable[Target], mask: torch.Tensor | None = None, prefix:
     """
     targets = list({id(t.finder): t for t in reversed(list(targets))}.values())  # the first layer of each shared input
     if used := [t.name for t in targets if t._drawn]:
-        raise RuntimeError(f"the projection of {used[0]!r} is in use already: score the batch before its first forward pass with gradients")
+        raise RuntimeError(f"the projection of {used[0]!r} is in use already: score the batch before its first forward pass with gradients, or zero_grad")
     handles = [t.module.register_forward_pre_hook(_Feed(t.finder, mask, prefix), with_kwargs=True) for t in targets]
     try:
         with torch.no_grad():

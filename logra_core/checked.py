@@ -63,7 +63,7 @@ def to_dict(config: Any) -> dict:
 def from_dict(cls: type, values: dict) -> Any:
     """Build `cls` (nested configs included) from a plain dict; unknown keys raise `ConfigError` with the known ones."""
     hints = get_type_hints(cls)
-    unknown = sorted(set(values) - set(hints))
+    unknown = sorted(map(str, set(values) - set(hints)))
     if unknown:
         raise ConfigError(f"{cls.__name__} has no field {', '.join(unknown)}; it has {', '.join(hints)}")
     made = {}

@@ -108,8 +108,8 @@ class OptimConfig(Checked):
         self._choice("rule", RULES)
         for name in ("beta1", "beta2"):
             self._need(name, 0 <= getattr(self, name) < 1, f"0 <= {name} < 1")
-        for name in ("update_ratio", "eps"):
-            self._need(name, getattr(self, name) >= 0, ">= 0")
+        self._need("update_ratio", self.update_ratio >= 0, ">= 0")
+        self._need("eps", self.eps >= 1e-12, ">= 1e-12 (less, and a row without gradient would outgrow fp32)")
         self._choice("wire_dtype", WIRE_DTYPES)
 
 

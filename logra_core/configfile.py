@@ -15,13 +15,26 @@ from .config import ConfigError, TrainConfig, from_dict, to_dict
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML 1.1 reads `1e-5` as text; this reads it as a number."""
+    """YAML 1.1 reads `1e-5` as text; this reads it as a number. Of a name given twice it keeps the last; this refuses it."""
+
+    def construct_mapping(self, node, deep=False):
+        names = [self.construct_object(key, deep=True) for key, _ in node.value]
+        if twice := sorted({str(name) for name in names if names.count(name) > 1}):
+            raise yaml.constructor.ConstructorError(None, None, f"given twice: {', '.join(twice)}", node.start_mark)
+        return super().construct_mapping(node, deep)
 
 
 _Loader.yaml_implicit_resolvers = {k: list(v) for k, v in yaml.SafeLoader.yaml_implicit_resolvers.items()}
 _Loader.add_implicit_resolver(
     "tag:yaml.org,2002:float", re.compile(r"^[+-]?(?:\d+\.?\d*|\.\d+)[eE][+-]?\d+$"), list("+-0123456789.")
 )
+
+
+def _parse(text: str, source: str) -> object:
+    try:
+        return yaml.load(text, _Loader)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{source}: not readable as YAML: {' '.join(str(error).split())}") from None
 
 
 def read_settings(path: str | os.PathLike) -> dict:
@@ -31,7 +44,7 @@ def read_settings(path: str | os.PathLike) -> dict:
         raise ConfigError(f"config file {str(path)!r}: allowed are .yaml, .yml and .json")
     if not path.is_file():
         raise ConfigError(f"config file {str(path)!r} does not exist")
-    values = yaml.load(path.read_text(), _Loader) or {}
+    values = _parse(path.read_text(), f"config file {str(path)!r}") or {}
     if not isinstance(values, dict):
         raise ConfigError(f"config file {str(path)!r} holds a {type(values).__name__}; expected names and values")
     return values
@@ -50,7 +63,7 @@ def load_config(path: str | os.PathLike, overrides: tuple[str, ...] | list[str] 
             place = place.setdefault(name, {})
             if not isinstance(place, dict):
                 raise ConfigError(f"argument {item!r}: {name!r} has no fields")
-        place[last] = yaml.load(text, _Loader)
+        place[last] = _parse(text, f"argument {item!r}")
     return from_dict(TrainConfig, _merge(to_dict(TrainConfig()), values))
 
 

@@ -22,7 +22,7 @@ from .ranks import Ranks
 from .rounding import Rounding
 from .sketch import SKETCH, Target
 from .sync import SketchUpdate
-from .weights import Masters, Rounded, RoundedTensors, Weights, canonical, only_bfloat16, weight_fingerprint
+from .weights import Masters, Rounded, RoundedTensors, Weights, canonical, only_bfloat16, subtract_product_, weight_fingerprint
 
 def decoder_blocks(model: nn.Module) -> list[nn.Module]:
     """The repeated blocks of a decoder: modules of the classes that transformers says must stay whole, else the longest ModuleList."""
@@ -62,11 +62,10 @@ class ShardedWeights(Weights):
     """
 
     def __init__(self, modules: dict[str, nn.Linear], ranks: Ranks) -> None:
-        self.modules, self.ranks = modules, ranks
+        self.ranks = ranks
         self._digest: str | None = None
         self._norms: dict[str, tuple[float, float]] = {}  # ‖W‖² of the layer, ‖·‖ of this rank's rows when it was taken
-        rows = {n: self._own(n) for n in modules}  # raises for a weight that is whole
-        Masters.__init__(self, {} if self.rounds else {n: W.float() for n, W in rows.items() if W.dtype != torch.float32})
+        Weights.__init__(self, modules)  # raises for a weight that is whole
 
     def _own(self, name: str) -> torch.Tensor:
         weight = self.modules[name].weight
@@ -74,14 +73,13 @@ class ShardedWeights(Weights):
             raise RuntimeError(f"the weight of {name!r} is whole: shard the model first, and change weights outside forward and backward")
         return weight.detach().to_local()
 
-    def master(self, name: str) -> torch.Tensor:
-        """This rank's rows, fp32 [d, K]."""
-        return self.masters[name] if name in self.masters else self._own(name)
-
     def write_back(self, name: str) -> None:
-        if name in self.masters:
-            self._own(name).copy_(self.masters[name])
+        super().write_back(name)
         self._digest = None
+
+    def loaded(self, name: str) -> None:
+        super().loaded(name)
+        self.changed()
 
     def changed(self) -> None:
         """Forget what was known of the weights: somebody else changed them."""
@@ -92,7 +90,7 @@ class ShardedWeights(Weights):
         """W ← W − U V. The product is made of the whole layer on every rank: BLAS may add up a row of a shard in another order than the
         same row of the whole, and then no replica could follow bit for bit."""
         W_DK = self.whole(name)
-        W_DK.addmm_(U_DR.to(W_DK.device, torch.float32), V_RK.to(W_DK.device), alpha=-1)
+        subtract_product_(W_DK, U_DR, V_RK)
         self.master(name).copy_(self.ranks.own_rows(W_DK))
         self.write_back(name)
         self._note_norm(name, W_DK)

@@ -54,6 +54,10 @@ class ProbeBatch:
         shapes = {n: tuple(getattr(self, n).shape) for n in ("input_ids", "attention_mask", "response_mask")}
         if len(set(shapes.values())) != 1 or self.input_ids.dim() != 2:
             raise ConfigError(f"probe batch shapes {shapes}: expected three equal [B, T]")
+        if self.response_mask.dtype != torch.bool:
+            raise ConfigError(f"probe batch: response_mask is {self.response_mask.dtype}; expected torch.bool")
+        if (self.response_mask & (self.attention_mask == 0)).any():
+            raise ConfigError("probe batch: response tokens where attention_mask is 0, so in the padding")
         if self.response_mask[:, 0].any():
             raise ConfigError("probe batch: a response token at position 0 has no context; sequences start with a prompt token")
         if not self.response_mask.any():
@@ -86,6 +90,12 @@ def position_ids(attention_mask: torch.Tensor) -> torch.Tensor:
     return (attention_mask.long().cumsum(1) - 1).clamp(min=0)
 
 
+def vocabulary(model: nn.Module) -> int:
+    """Number of logits at a context, from the model's config; of its text part where it has several."""
+    config = model.config
+    return (config.get_text_config() if hasattr(config, "get_text_config") else config).vocab_size
+
+
 def kl_divergence(z_p_CV: torch.Tensor, z_q_CV: torch.Tensor, temperature: float = 1.0) -> torch.Tensor:
     """KL(softmax(z_p/T) ‖ softmax(z_q/T)) of each context [C], nats, float64, full vocabulary.
 
@@ -109,7 +119,7 @@ def exact_kl(model: nn.Module, update: Proposal, probe: ProbeBatch, alpha: float
     """Mean KL(current ‖ current after α · update) over the contexts, nats, by two forward passes. In bf16 with its noise, and right in the mean above it."""
     total = 0.0
     with _probing(model):
-        for part in probe.parts(model.config.vocab_size):
+        for part in probe.parts(vocabulary(model)):
             before = _context_logits(model, part)
             with _branch(model, update, alpha):
                 after = _context_logits(model, part)
@@ -143,7 +153,7 @@ def q_jvp(model: nn.Module, update: Proposal, probe: ProbeBatch, temperature: fl
     """
     total = 0.0
     with _probing(model), forward_mode(model), _branch(model, update, None):
-        for part in probe.parts(model.config.vocab_size):
+        for part in probe.parts(vocabulary(model)):
             try:
                 z_CV, zdot_CV = fw.unpack_dual(_context_logits(model, part))
             except (NotImplementedError, RuntimeError) as error:
@@ -253,11 +263,12 @@ class StepController:
 
 @contextlib.contextmanager
 def _probing(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode (no dropout, no activation checkpointing), put back module by module."""
+    """Evaluation mode (no dropout, no activation checkpointing), put back module by module; uncompiled, as hooks and tangents are not of the graph."""
     training = [m for m in model.modules() if m.training]
     model.eval()
     try:
-        yield
+        with torch.compiler.set_stance("force_eager"):
+            yield
     finally:
         for module in training:
             module.training = True

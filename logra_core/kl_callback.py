@@ -19,6 +19,7 @@ from .optim import LoGRA
 from .sync import SketchUpdate
 
 LOGGED = ("alpha", "budget", "predicted_kl")
+SAVED = "kl_control"
 
 
 class KLControlCallback(TrainerCallback):
@@ -35,7 +36,8 @@ class KLControlCallback(TrainerCallback):
 
     The last update's values join the trainer's log as `kl/alpha`, `kl/budget` and `kl/predicted_kl`; `history` has one dict an update of
     this process. A learning-rate schedule cancels out of a controlled step (q grows with lr²), except where α_max binds: schedule the budget.
-    No rollout mismatch is subtracted unless you feed `controller.observe_mismatch`.
+    No rollout mismatch is subtracted unless you feed `controller.observe_mismatch`. What the controller remembers is saved and restored
+    with the optimizer's state, as `kl_control` of its parameter group.
 
     Raises:
         ConfigError: at the start of training, if the trainer steps another optimizer, samples at another temperature than the config's
@@ -48,6 +50,7 @@ class KLControlCallback(TrainerCallback):
         self.history: list[dict[str, Any]] = []
         self._rows: list[tuple[torch.Tensor, ...]] = []  # (ids, attention, response), each [T], of the batch at hand
         self._hook = None
+        logra.register_state_dict_pre_hook(lambda logra: logra.param_groups[0].update({SAVED: self.controller.state_dict()}))
 
     def on_train_begin(self, args, state, control, optimizer=None, **kwargs) -> None:
         inner = getattr(optimizer, "optimizer", optimizer)  # accelerate wraps it
@@ -59,6 +62,8 @@ class KLControlCallback(TrainerCallback):
         if sampled is not None and sampled != self.controller.config.temperature:
             raise ConfigError(f"KLConfig.temperature = {self.controller.config.temperature}, the trainer samples at {sampled}: must be equal")
         self._release()
+        if saved := self.logra.param_groups[0].pop(SAVED, None):  # the trainer has loaded a checkpoint
+            self.controller.load_state_dict(saved)
         self.logra.scale = self._scale
         if self.probe is None and self._needed:
             self._hook = self.logra.model.register_forward_pre_hook(self._observe, with_kwargs=True)

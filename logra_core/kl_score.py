@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from .kl import CHUNK, ProbeBatch, _context_logits, _probing, hooked
+from .kl import CHUNK, ProbeBatch, _context_logits, _probing, hooked, vocabulary
 from .sketch import paused, plain_dtypes
 from .sync import SketchUpdate
 
@@ -33,7 +33,7 @@ def q_score_sketch(model: nn.Module, update: SketchUpdate, probe: ProbeBatch, sa
     """
     total, seen = 0.0, Counter()
     with _probing(model), _still_checkpointing(model), paused(model), torch.enable_grad(), _tapped(model, update) as taps:
-        for part in probe.parts(model.config.vocab_size):
+        for part in probe.parts(vocabulary(model)):
             uniform_SC = _uniforms(update.version, part, samples, seen)
             total += float(sum(f_B.square().sum() for f_B in scores(model, part, taps, uniform_SC, temperature)))
     total, contexts = probe.over_ranks(total / samples)

@@ -118,7 +118,7 @@ class LoGRA(torch.optim.Optimizer):
     `state_dict` holds moments, masters and the version, loads with `weights_only=True` and restores bit for bit together with
     the model's own `state_dict`.
 
-    Under a trainer (transformers, TRL) `max_grad_norm` clips the sketches, whose squared norm is that of the dense gradients on average
+    One process: on several, `ShardedLoGRA` takes its place. Under a trainer (transformers, TRL) `max_grad_norm` clips the sketches, whose squared norm is that of the dense gradients on average
     (E‖G Aᵀ‖² = ‖G‖²). It never shortens the step, whose size `lr` sets: one factor c on all sketches leaves `sgd` as it is, and with
     `row_adam` makes the batch count c² times in the moments v, nothing else. To bound the step, set a KL budget (`KLControlCallback`).
     """
@@ -266,8 +266,16 @@ class LoGRA(torch.optim.Optimizer):
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop what has accumulated; the memory is freed whatever `set_to_none` says."""
+        """Drop what has accumulated, and an activation-aware A that was made for it; the memory is freed whatever `set_to_none` says."""
         super().zero_grad(set_to_none=True)
+        if any(t.found for t in self.targets.values()):
+            for target in self.targets.values():
+                target.forget()
+
+    def add_param_group(self, param_group: dict) -> None:
+        if self.param_groups:
+            raise ConfigError("LoGRA moves the layers that SketchConfig.targets names and nothing else: give other parameters an optimizer of their own")
+        super().add_param_group(param_group)
 
     def load_state_dict(self, state_dict: dict) -> None:
         """Restore moments, masters and version. Raises ConfigError, naming what differs, for a state of other settings or layers."""
@@ -282,13 +290,15 @@ class LoGRA(torch.optim.Optimizer):
             raise ConfigError(f"saved LoGRA state does not fit this one: {detail}")
         super().load_state_dict(state_dict | {"param_groups": [state_dict["param_groups"][0] | {"logra": theirs}]})
         for name, target in self.targets.items():
-            if "master" in self.state[target.sketch]:
-                self.weights.masters[name] = self.state[target.sketch]["master"]
+            if "master" in (state := self.state[target.sketch]):  # a copy, since merges change it in place and the state given may be kept
+                state["master"] = self.weights.masters[name] = state["master"].clone()
         self._pending = None
         self._redraw()
+        self.zero_grad()
 
     def detach(self) -> None:
         """Take hooks and sketches off the model; this optimizer is of no use afterwards."""
+        self.weights.release()
         detach(self.model)
 
     # ---- what distributed.py does in another way

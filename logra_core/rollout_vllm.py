@@ -146,7 +146,7 @@ class VLLMRollout(_Served):
         except Exception as error:
             raise RolloutError(f"vLLM did not start: {error}{'' if log is None else f' (its own words: {log})'}") from error
         self.tokenizer, self.eos_ids = tokenizer_and_ends(path, self.llm.model_config.hf_config, tokenizer)
-        self.vocabulary, self.room = self.llm.model_config.hf_config.vocab_size, self.llm.model_config.max_model_len
+        self.vocabulary, self.room = self.llm.model_config.hf_text_config.vocab_size, self.llm.model_config.max_model_len
         self.sender = sender.LoGRASender.trainer_init(sender.SenderInfo(rank=0), client=sender.LLMClient(self.llm))
         self._params = vllm.SamplingParams
 

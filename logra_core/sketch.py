@@ -22,6 +22,7 @@ from .config import ConfigError, SketchConfig
 from .projection import NEEDS_WIDTH, PackedProjection, ProjectionSpec, canonical_name, input_name, make_projection
 
 SKETCH = "logra_sketch"
+PLAIN = (torch.float64, torch.float32, torch.bfloat16, torch.float16)  # dtypes of weights that a layer multiplies with as they are
 BITS = "bits"  # marks the packed A among what is drawn
 
 
@@ -34,6 +35,7 @@ class Target:
 
     def __init__(self, name: str, module: nn.Linear, spec: ProjectionSpec, storage: str = "fp32") -> None:
         self.name, self.module, self.spec, self.storage = name, module, spec, storage
+        self.forgotten = 0  # draws of `spec` that were thrown away before an update
         self.finder = None
         self.products: WeakTensorKeyDictionary | None = None
         self.paused = False
@@ -105,6 +107,17 @@ class Target:
             if self.finder is not None:
                 self.finder.restart(spec)
 
+    @property
+    def found(self) -> bool:
+        """Whether an A was asked of what this layer's input was seen to be."""
+        return self.finder is not None and (bool(self._drawn) or self.finder.used)
+
+    def forget(self) -> None:
+        """Throw away what was seen, and the A of it, so that the next batch can be scored."""
+        self._drawn.clear()
+        self.finder.restart(self.spec, anew=True)
+        self.forgotten += 1
+
     @torch.compiler.disable  # a graph break at each target: right under torch.compile, at the cost of some fusion
     def _on_forward(self, module: nn.Module, args: tuple, kwargs: dict, output: torch.Tensor) -> torch.Tensor | None:
         if self.paused or not torch.is_grad_enabled():  # scoring, generation, probes: nothing to accumulate, nothing to pay
@@ -137,7 +150,7 @@ class _Tap(torch.autograd.Function):
     def setup_context(ctx, inputs, output):
         y, P_NR, sketch_DR, target = inputs
         ctx.save_for_backward(P_NR)
-        ctx.target, ctx.spec = target, target.spec
+        ctx.target, ctx.spec, ctx.forgotten = target, target.spec, target.forgotten
 
     @staticmethod
     def backward(ctx, g):
@@ -156,10 +169,10 @@ class _Tap(torch.autograd.Function):
 
 def refuse_old_draw(ctx) -> None:
     """RuntimeError in a backward whose forward used another projection than the current one."""
-    if ctx.spec != ctx.target.spec:
+    if (ctx.spec, ctx.forgotten) != (ctx.target.spec, ctx.target.forgotten):
         raise RuntimeError(
             f"backward of {ctx.target.name!r} through a forward made with projection draw {ctx.spec.draw}, but the current "
-            f"draw is {ctx.target.spec.draw}: run the backward before the update is applied"
+            f"draw is {ctx.target.spec.draw}, or another by zero_grad: run the backward before the update is applied"
         )
 
 
@@ -177,14 +190,15 @@ def product_fp32(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None = No
 
 
 def select_targets(model: nn.Module, targets: Iterable[str]) -> dict[str, nn.Linear]:
-    """Canonical name -> layer for every module whose dotted name ends in one of `targets`, in model order.
+    """Canonical name -> layer for every module whose dotted name ends in one of `targets`, in model order. A layer with several names has its first.
 
     Raises:
-        ConfigError: an entry matches nothing, a match is no `nn.Linear` with a floating-point weight, or a matched weight is
-            shared with another module (a tied head).
+        ConfigError: an entry matches nothing, a match is no `nn.Linear` with a plain floating-point weight (quantised and parametrised ones
+            compute with something else), two layers have one name, or a matched weight is shared with another module (a tied head).
     """
     targets = tuple(targets)
     modules = [(canonical_name(n), m) for n, m in model.named_modules(remove_duplicate=False)]
+    first = {id(m): n for n, m in reversed(modules)}
     owners = Counter(id(p) for m in dict.fromkeys(m for _, m in modules) for p in m._parameters.values() if p is not None)
     linear = sorted({n.rpartition(".")[2] for n, m in modules if isinstance(m, nn.Linear)})
     chosen: dict[str, nn.Linear] = {}
@@ -194,12 +208,14 @@ def select_targets(model: nn.Module, targets: Iterable[str]) -> dict[str, nn.Lin
         if not matches:
             problems.append(f"{entry!r} matches no module (linear layers here end in: {', '.join(linear) or 'none'})")
         for name, module in matches:
-            if not isinstance(module, nn.Linear) or not module.weight.is_floating_point():
-                problems.append(f"{name!r} is {type(module).__name__}, not a linear layer with a floating-point weight")
+            if not isinstance(module, nn.Linear) or module._parameters.get("weight") is None or module.weight.dtype not in PLAIN:
+                problems.append(f"{name!r} is {type(module).__name__}, not a linear layer with a plain floating-point weight")
+            elif chosen.get(first[id(module)], module) is not module:
+                problems.append(f"two layers are called {name!r}")
             elif owners[id(module.weight)] > 1:
                 problems.append(f"the weight of {name!r} is tied to another module; an update would change both")
             else:
-                chosen[name] = module
+                chosen[first[id(module)]] = module
     if problems:
         raise ConfigError("SketchConfig.targets: " + "; ".join(problems[:5]) + (f"; and {len(problems) - 5} more" if problems[5:] else ""))
     order = {n: i for i, (n, _) in enumerate(modules)}
@@ -213,10 +229,13 @@ def attach(model: nn.Module, config: SketchConfig, wire_dtype: torch.dtype = tor
     Returns:
         canonical name -> Target, in model order.
     Raises:
-        ConfigError: see `select_targets`; or the rank exceeds a layer's inputs where the rows of A are orthonormal.
+        ConfigError: see `select_targets`; the rank exceeds a layer's inputs where the rows of A are orthonormal; or the model is wrapped in
+            DDP or DataParallel, which know no sketches.
         RuntimeError: the model is attached already or compiled already (compile after attaching).
     """
     for name, module in model.named_modules():
+        if isinstance(module, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
+            raise ConfigError(f"{type(module).__name__} would not add up sketches: several processes train with ShardedLoGRA")
         if hasattr(module, SKETCH):
             raise RuntimeError(f"{canonical_name(name)!r} has a sketch already: detach the model first")
         if isinstance(module, torch._dynamo.OptimizedModule) or getattr(module, "_compiled_call_impl", None) is not None:
@@ -281,22 +300,6 @@ def paused(model: nn.Module) -> Iterator[None]:
     finally:
         for target in targets:
             target.paused = False
-
-
-def target_table(targets: dict[str, Target]) -> str:
-    """What was chosen, a line a kind of layer: name, how many, D x K, weight and sketch parameters."""
-    kinds: dict[tuple, list[Target]] = {}
-    for target in targets.values():
-        key = (target.name.rpartition(".")[2], target.module.out_features, target.width)
-        kinds.setdefault(key, []).append(target)
-    rows = [f"{'layer':<12}{'count':>6}{'D x K':>16}{'weights':>15}{'sketch':>13}"]
-    for (kind, d, k), members in kinds.items():
-        count = len(members)
-        rows.append(f"{kind:<12}{count:>6}{f'{d} x {k}':>16}{count * d * k:>15,}{sum(t.sketch.numel() for t in members):>13,}")
-    weights = sum(t.module.out_features * t.width for t in targets.values())
-    sketch = sum(t.sketch.numel() for t in targets.values())
-    rows.append(f"{'all':<12}{len(targets):>6}{'':>16}{weights:>15,}{sketch:>13,}")
-    return "\n".join(rows)
 
 
 def _readers(targets: dict[str, Target], share: bool) -> list[list[Target]]:

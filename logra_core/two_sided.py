@@ -105,7 +105,7 @@ class _Tap(torch.autograd.Function):
     def setup_context(ctx, inputs, output):
         y, x_NK, Omega_QK, Psi_PD, sketch, target = inputs
         ctx.save_for_backward(x_NK)
-        ctx.target, ctx.spec, ctx.drawn = target, target.spec, (Omega_QK, Psi_PD)
+        ctx.target, ctx.spec, ctx.forgotten, ctx.drawn = target, target.spec, target.forgotten, (Omega_QK, Psi_PD)
 
     @staticmethod
     def backward(ctx, g):

@@ -5,7 +5,8 @@ Belongs here: what an update is merged into, whoever holds it (the trainer's mod
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -45,8 +46,7 @@ class Masters:
 
     def merge_(self, name: str, U_DR: torch.Tensor, V_RK: torch.Tensor, rounding: Rounding | None = None) -> None:
         """W ← W − U V in place; no [D, K] temporary (METHOD section 5). rounding: where no master is kept, and only there."""
-        W_DK = self.master(name)
-        W_DK.addmm_(U_DR.to(W_DK.device, torch.float32), V_RK.to(W_DK.device), alpha=-1)
+        subtract_product_(self.master(name), U_DR, V_RK)
         self.write_back(name)
 
     def set_(self, name: str, W_DK: torch.Tensor) -> None:
@@ -70,6 +70,26 @@ class Masters:
         return weight_fingerprint((n, self.master(n) if dtype is None else canonical(self.master(n).to(dtype))) for n in names)
 
 
+def subtract_product_(W_DK: torch.Tensor, U_DR: torch.Tensor, V_RK: torch.Tensor) -> None:
+    """W ← W − U V in fp32, whatever precision the process has set for its products: both sides of a sync must round alike."""
+    with _full_precision():
+        W_DK.addmm_(U_DR.to(W_DK.device, torch.float32), V_RK.to(W_DK.device), alpha=-1)
+
+
+@contextmanager
+def _full_precision() -> Iterator[None]:
+    """No TF32 and no bf16 passes in fp32 products (`torch.set_float32_matmul_precision`, `tf32=True` of a trainer)."""
+    settings = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)
+    before = [s.fp32_precision for s in settings]
+    try:
+        for s in settings:
+            s.fp32_precision = "ieee"
+        yield
+    finally:
+        for s, value in zip(settings, before, strict=True):
+            s.fp32_precision = value
+
+
 def canonical(W_DK: torch.Tensor) -> torch.Tensor:
     """−0 and subnormals as +0: a weight read back through a matrix product cannot tell them apart."""
     return torch.where(W_DK.abs() < TINY, 0, W_DK)
@@ -85,12 +105,31 @@ def weight_fingerprint(items: Iterable[tuple[str, torch.Tensor]]) -> str:
 
 
 class Weights(Masters):
-    """Masters of the target layers of a model: the weight itself when it is fp32, else a copy that is rounded back after a change."""
+    """Masters of the target layers of a model: the weight itself when it is fp32, else a copy that is rounded back after a change.
+
+    Where a copy is kept and the model's `load_state_dict` brings a weight that the copy does not round to, the copy becomes that weight.
+    """
 
     def __init__(self, modules: dict[str, nn.Linear]) -> None:
         self.modules = modules
-        copied = {} if self.rounds else {n: m for n, m in modules.items() if m.weight.dtype != torch.float32}
-        super().__init__({n: m.weight.detach().float() for n, m in copied.items()})
+        own = {n: self._own(n) for n in modules}
+        super().__init__({} if self.rounds else {n: W.float() for n, W in own.items() if W.dtype != torch.float32})
+        self._handles = [modules[n].register_load_state_dict_post_hook(_Loaded(self, n)) for n in self.masters]
+
+    def release(self) -> None:
+        """Follow the model's `load_state_dict` no longer."""
+        for handle in self._handles:
+            handle.remove()
+
+    def _own(self, name: str) -> torch.Tensor:
+        """The part of the model's weight that this process has."""
+        return self.modules[name].weight.detach()
+
+    def loaded(self, name: str) -> None:
+        """The model's weight was loaded: take it over, unless it is this master rounded, as in a checkpoint of both."""
+        W_DK, master_DK = self._own(name), self.masters[name]
+        if not torch.equal(master_DK.to(W_DK.device, W_DK.dtype), W_DK):
+            master_DK.copy_(W_DK)
 
     @property
     def shapes(self) -> dict[str, tuple[int, int]]:
@@ -98,11 +137,25 @@ class Weights(Masters):
 
     def master(self, name: str) -> torch.Tensor:
         """fp32 [D, K], shared with the model where the model is fp32."""
-        return self.masters.get(name, self.modules[name].weight.detach())
+        return self.masters[name] if name in self.masters else self._own(name)
 
     def write_back(self, name: str) -> None:
         if name in self.masters:
-            self.modules[name].weight.detach().copy_(self.masters[name])
+            self._own(name).copy_(self.masters[name])
+
+
+class _Loaded:
+    """Hook on one layer. A copy of the model shares it, and is not what these masters belong to."""
+
+    def __init__(self, weights: Weights, name: str) -> None:
+        self.weights, self.name = weights, name
+
+    def __call__(self, module: nn.Module, incompatible_keys) -> None:
+        if module is self.weights.modules[self.name]:
+            self.weights.loaded(self.name)
+
+    def __deepcopy__(self, memo: dict) -> _Loaded:
+        return self
 
 
 class Rounded(Masters):
@@ -134,7 +187,7 @@ class Rounded(Masters):
         if rounding is None:
             raise ConfigError(f"{name!r} has no fp32 master: an update without a rounding seed would be lost in it")
         W_DK = self._working_copy(name)
-        W_DK.addmm_(U_DR.to(W_DK.device, torch.float32), V_RK.to(W_DK.device), alpha=-1)
+        subtract_product_(W_DK, U_DR, V_RK)
         own = self._stored_rows(name)
         self.store_(name, stochastic_round(W_DK[own], rounding, name, own.start))
 

@@ -284,3 +284,38 @@ def test_refusals():
     with pytest.raises(NonFiniteError):
         logra.step()
     assert logra.weights.fingerprint() == before and logra.version == 1
+
+
+@pytest.mark.parametrize("where", ["loss", "inputs"])
+def test_after_a_refused_batch_the_next_one_is_scored_anew(where):
+    """What was found for the bad batch is gone with zero_grad: the next projection is that of a run that never saw it."""
+    logra, clean = make(), make()
+    bad = {"loss": float("nan"), "inputs": 1.0}[where]
+    if where == "inputs":
+        hook = logra.model.model.layers[0].register_forward_pre_hook(lambda module, args: (args[0] * float("nan"), *args[1:]))
+    score(logra, IDS)
+    with pytest.raises(NonFiniteError):
+        (policy_loss(logra.model, IDS) * bad).backward()
+        logra.propose()
+    if where == "inputs":
+        hook.remove()
+    logra.zero_grad()
+    for one in (logra, clean):
+        score(one, IDS)
+        policy_loss(one.model, IDS).backward()
+    ours, theirs = logra.propose(), clean.propose()
+    assert ours.bases.keys() == theirs.bases.keys() == ours.factors.keys()
+    assert all(torch.equal(ours.bases[n], theirs.bases[n]) and torch.equal(ours.factors[n], theirs.factors[n]) for n in ours.factors)
+
+
+def test_zero_grad_before_the_first_backward_keeps_what_was_scored_and_after_it_old_graphs_are_refused():
+    logra = make()
+    score(logra, IDS)
+    logra.zero_grad()
+    assert all(t.by_value for t in logra.targets.values())
+    loss = policy_loss(logra.model, IDS)
+    logra.zero_grad()
+    assert not any(t.by_value for t in logra.targets.values())
+    score(logra, IDS)
+    with pytest.raises(RuntimeError, match="zero_grad"):
+        loss.backward()

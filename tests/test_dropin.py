@@ -140,11 +140,11 @@ def tiny_data(rows: int = 24, tokens: int = 12, prompt: int = 4) -> Dataset:
     return Dataset.from_dict({"input_ids": ids.tolist(), "attention_mask": torch.ones_like(ids).tolist(), "labels": labels.tolist()})
 
 
-def tiny_trainer(folder, model=None, budget=1e-6, cls=Trainer, refresh=True, exact=False, rule="row_adam", **changes):
+def tiny_trainer(folder, model=None, budget=1e-6, cls=Trainer, refresh=True, exact=False, rule="row_adam", kl={}, **changes):
     """(trainer, logra, control) of a fresh tiny model; budget None: no KL control."""
     model = tiny_llama() if model is None else model
     logra = LoGRA(model, SketchConfig(rank=4, refresh=refresh), OptimConfig(update_ratio=1e-2, rule=rule))
-    control = KLControlCallback(logra, KLConfig(schedule="constant", budget=budget), exact=exact) if budget else None
+    control = KLControlCallback(logra, KLConfig(schedule="constant", budget=budget, **kl), exact=exact) if budget else None
     settings = dict(max_steps=4, per_device_train_batch_size=2, save_strategy="no") | QUIET | changes
     trainer = cls(model, TrainingArguments(folder, **settings), train_dataset=tiny_data(), optimizers=(logra, None),
                   callbacks=[control] if control else [])  # fmt: skip
@@ -187,6 +187,7 @@ RESUMED = {
     "fixed A, sgd": dict(refresh=False, rule="sgd"),
     "bf16 weights": dict(dtype=torch.bfloat16),
     "bf16 autocast": dict(bf16=True),
+    "a probe that starts at the last q": dict(kl=dict(estimator="finite_difference", probe_kl=1e-4)),
 }
 
 
@@ -204,6 +205,25 @@ def test_resuming_from_optimizer_pt_is_bit_equal(tmp_path, change):
     assert control is None or [row["version"] for row in control.history] == [3, 4]
     rows = [[r for r in t.state.log_history if "loss" in r] for t in (whole, resumed)]
     assert rows[0] == rows[1] and len(rows[0]) == 4
+
+
+def test_the_mismatch_that_was_observed_comes_back_with_the_optimizer(tmp_path):
+    def run(seed, **resume):
+        trainer, logra, control = tiny_trainer(tmp_path, tiny_llama(seed=seed), save_strategy="steps", save_steps=2)
+
+        class Feed(TrainerCallback):
+            def on_step_begin(self, args, state, *rest, **kwargs):
+                if state.global_step < 2:  # before the checkpoint
+                    control.controller.observe_mismatch(4e-7)
+
+        trainer.add_callback(Feed())
+        trainer.train(**resume)
+        return state(logra), control.history[-2:]
+
+    whole, ours = run(0)
+    again, theirs = run(5, resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert_equal(again, whole)
+    assert ours == theirs and ours[0]["effective_budget"] == pytest.approx(6e-7)
 
 
 def test_a_checkpoint_is_a_plain_model(tmp_path):

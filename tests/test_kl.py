@@ -10,7 +10,7 @@ from models import half_training, policy_loss, probe_batch, random_ids, real_llm
 from torch import nn
 
 from logra_core import ConfigError, KLConfig, LoGRA, NonFiniteError, OptimConfig, ProbeBatch, SketchConfig, StepController, exact_kl, predict_q, reference
-from logra_core.kl import TRIES, budget_at, kl_divergence, logit_variance, q_finite_difference, q_jvp
+from logra_core.kl import TRIES, budget_at, kl_divergence, logit_variance, q_finite_difference, q_jvp, vocabulary
 from logra_core.sync import Weights
 
 
@@ -274,3 +274,50 @@ def test_a_finite_difference_in_bf16_keeps_what_its_outputs_would_round_away():
     config = KLConfig(estimator="finite_difference", probe_kl=0.03)
     fp32, bf16 = (predict_q(m, update, probe_batch(ids, 1), config) for m in (model, rounded))
     assert bf16 == pytest.approx(fp32, rel=0.25)
+
+
+def test_masks_that_would_select_other_contexts_are_refused():
+    """An integer mask indexes instead of selecting; a response token in the padding has no logits of its own."""
+    ids = random_ids(4, 8, 96)
+    good = probe_batch(ids, 3)
+    with pytest.raises(ConfigError, match="response_mask is torch.int64; expected torch.bool"):
+        dataclasses.replace(good, response_mask=good.response_mask.long())
+    attention = good.attention_mask.clone()
+    attention[1, -2:] = 0
+    with pytest.raises(ConfigError, match="in the padding"):
+        dataclasses.replace(good, attention_mask=attention)
+
+
+@pytest.mark.parametrize("estimator", ["jvp", "finite_difference", "score_sketch"])
+@pytest.mark.parametrize("way", ["function", "module"])
+def test_a_compiled_model_is_predicted_as_an_eager_one(estimator, way):
+    """Compiled after attaching, as `attach` asks: the probe runs uncompiled, so it makes no graphs and needs none."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    model, ids = tiny_llama(num_hidden_layers=1), random_ids(2, 8, 96)
+    logra, update = proposal(model, ids)
+    config = KLConfig(estimator=estimator, probe_step=0.1)
+    expected = predict_q(model, update, probe_batch(ids, 3), config)
+    compiled = model
+    if way == "function":
+        compiled = torch.compile(model, backend="eager")
+    else:
+        model.compile(backend="eager")
+    assert predict_q(compiled, update, probe_batch(ids, 3), config) == pytest.approx(expected, rel=1e-6)
+    assert not torch._dynamo.utils.counters["stats"].get("unique_graphs")
+
+
+def test_the_vocabulary_of_a_model_of_several_parts():
+    model, ids = tiny_llama(num_hidden_layers=1), random_ids(2, 8, 96)
+    _, update = proposal(model, ids)
+    expected = predict_q(model, update, probe_batch(ids, 3), KLConfig())
+
+    class Parts:
+        def get_text_config(self):
+            return text
+
+    text, parts = model.config, Parts()
+    parts.__dict__.update({k: v for k, v in vars(text).items() if k != "vocab_size"})
+    assert not hasattr(parts, "vocab_size") and vocabulary(model) == 96
+    model.config = parts
+    assert vocabulary(model) == 96 and predict_q(model, update, probe_batch(ids, 3), KLConfig()) == expected

@@ -1,5 +1,6 @@
 """RowAdam against float64 loops; LoGRA as an optimizer: size, schedulers, masters, refusals, bit-exact restore."""
 
+import copy
 import io
 import math
 
@@ -7,7 +8,7 @@ import pytest
 import torch
 from models import SWITCHES, policy_loss, random_ids, score, tiny_llama
 
-from logra_core import ConfigError, LoGRA, NonFiniteError, OptimConfig, SketchConfig, reference, row_adam, sgd
+from logra_core import ConfigError, LoGRA, MissingSketchError, NonFiniteError, OptimConfig, SketchConfig, reference, row_adam, sgd
 from logra_core.optim import first_moment, product_norm_sq
 from logra_core.orthogonal import orthogonal
 
@@ -366,3 +367,76 @@ def test_factor_is_rounded_once():
     for alpha in (0.0, 1 / 3, 1.0, 2.7):
         wire = update.scaled(alpha, torch.bfloat16)
         assert all(torch.equal(wire.factors[n], (U * alpha).to(torch.bfloat16)) for n, U in update.factors.items())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_weights_that_the_model_loads_are_what_the_next_update_starts_from(dtype):
+    """Going back to an earlier policy in the middle of a run: masters of the layers follow."""
+    logra = make(tiny_llama().to(dtype))
+    good = {k: v.clone() for k, v in logra.model.state_dict().items()}
+    before = logra.weights.fingerprint()
+    train(logra, 2)
+    logra.model.load_state_dict(good)
+    assert logra.weights.fingerprint() == before
+    fresh = make(tiny_llama().to(dtype))
+    for other in (logra, fresh):  # the moments differ, so the same update is given to both
+        policy_loss(other.model, IDS).backward()
+    update = fresh.propose()
+    for name, U in update.factors.items():
+        for other in (logra, fresh):
+            other.weights.merge_(name, U, update.basis(name))
+    assert logra.weights.fingerprint() == fresh.weights.fingerprint()
+
+
+@pytest.mark.parametrize("first", ["model", "optimizer"])
+def test_masters_that_round_to_the_loaded_weights_stay(first):
+    """A checkpoint of both, restored in either order, and a copy of the model left alone."""
+    logra = make(tiny_llama().to(torch.bfloat16))
+    train(logra, 2)
+    saved = copy.deepcopy((logra.model.state_dict(), logra.state_dict()))
+    ours, twin = logra.weights.fingerprint(), copy.deepcopy(logra.model)
+    train(logra, 1, 2)
+    twin.load_state_dict(saved[0])
+    later = logra.weights.fingerprint()
+    assert later != ours  # the copy's loading did not reach this model
+    for load in (logra.model.load_state_dict, logra.load_state_dict)[:: 1 if first == "model" else -1]:
+        load(saved[0] if load == logra.model.load_state_dict else saved[1])
+    assert logra.weights.fingerprint() == ours and logra.weights.fingerprint() != later
+
+
+def test_a_state_that_was_loaded_is_not_changed_by_what_follows():
+    logra = make(tiny_llama().to(torch.bfloat16))
+    snapshot, prints = copy.deepcopy((logra.model.state_dict(), logra.state_dict())), []
+    for _ in range(3):
+        logra.load_state_dict(snapshot[1])
+        logra.model.load_state_dict(snapshot[0])
+        prints.append(logra.weights.fingerprint())
+        train(logra, 1)
+    assert len(set(prints)) == 1
+
+
+def test_loading_drops_what_had_accumulated_for_another_draw():
+    logra = make()
+    saved = copy.deepcopy(logra.state_dict())
+    train(logra, 1)
+    policy_loss(logra.model, IDS).backward()
+    logra.load_state_dict(saved)
+    with pytest.raises(MissingSketchError):
+        logra.propose()
+
+
+def test_other_parameters_are_refused():
+    logra = make()
+    with pytest.raises(ConfigError, match="an optimizer of their own"):
+        logra.add_param_group({"params": [torch.nn.Parameter(torch.zeros(2))]})
+    assert len(logra.param_groups) == 1
+
+
+@pytest.mark.parametrize("bad", [0.0, 1e-30])
+def test_an_eps_that_a_dead_row_would_turn_against_the_others(bad):
+    with pytest.raises(ConfigError, match="OptimConfig.eps"):
+        OptimConfig(eps=bad)
+    S = torch.ones(3, 4)
+    S[1] = 0.0  # no gradient reaches this output
+    U, _ = row_adam(S, torch.zeros(3), 1, 0.95, 1e-12)
+    assert float(U.norm()) == pytest.approx(float(S.norm()), rel=1e-5)

@@ -387,3 +387,12 @@ def test_settings_that_do_not_go_together_are_refused():
     with pytest.raises(ConfigError, match="expected torch.bfloat16"):
         trainer.weights.set_(NAME, torch.zeros(16, 32))
     assert isinstance(pair()[0].weights, Weights) and OptimConfig().stochastic_rounding is False
+
+
+def test_what_is_not_finite_stays_so_on_the_grid():
+    """A GPU's NaN has all bits set, and a carry out of them would make a number of it."""
+    y = torch.tensor([0x7FFF, -1, 0x7F80, 0x7FC0], dtype=torch.int16).view(torch.bfloat16)
+    made = add_on_grid(y, torch.zeros_like(y), 1.0, torch.Generator().manual_seed(0))
+    assert not torch.isfinite(made).any()
+    bits = torch.tensor([0x7FFFFFFF, -1, 0x7F800000], dtype=torch.int32)
+    assert float(bits.view(torch.float32)[0]) != float(bits.view(torch.float32)[0])

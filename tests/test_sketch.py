@@ -344,3 +344,57 @@ def test_a_shared_product_is_not_used_for_another_input():
     del x
     gc.collect()
     assert len(logra.targets["q_proj"].products) == 0
+
+
+def test_a_layer_of_two_names_is_sketched_once():
+    """A wrapper that keeps the model and a part of it, as value heads do."""
+
+    class Two(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.llm = tiny_llama()
+            self.backbone = self.llm.model
+
+    model = Two()
+    targets = attach(model, SketchConfig(rank=4))
+    assert len(targets) == len({id(t.module) for t in targets.values()}) == 21 and all(n.startswith("llm.") for n in targets)
+    plain = tiny_llama()
+    attached = attach(plain, SketchConfig(rank=4))
+    for one in (model.llm, plain):
+        policy_loss(one, random_ids(2, 8, 96)).backward()
+    for ours, theirs in zip(targets.values(), attached.values(), strict=True):
+        ours.module.weight.grad = None
+        assert ours.sketch.grad.shape == theirs.sketch.grad.shape
+        A, B = ours.projection(), theirs.projection()  # other names, other rows: the same gradient seen through each
+        assert abs(float(ours.sketch.grad.norm() / theirs.sketch.grad.norm()) - 1) < 2 and not torch.equal(A, B)
+
+
+class Stored(nn.Linear):
+    """As quantised layers do: the weight it multiplies with is made of the one it has."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__(inputs, outputs, bias=False)
+        self.weight = nn.Parameter(torch.zeros(outputs, inputs).to(torch.float8_e4m3fn), requires_grad=False)
+
+
+@pytest.mark.parametrize("layer", [Stored(8, 8), nn.utils.parametrizations.weight_norm(nn.Linear(8, 8))], ids=["fp8", "parametrised"])
+def test_layers_that_compute_with_another_weight_are_refused(layer):
+    model = nn.Module()
+    model.q_proj = layer
+    with pytest.raises(ConfigError, match="'q_proj' is .*, not a linear layer with a plain floating-point weight"):
+        attach(model, SketchConfig(rank=2, targets=("q_proj",)))
+
+
+def test_two_layers_of_one_name_are_refused():
+    model = nn.Module()
+    model.module = nn.ModuleDict({"q_proj": nn.Linear(4, 4)})
+    model.q_proj = nn.Linear(4, 4)
+    with pytest.raises(ConfigError, match="two layers are called 'q_proj'"):
+        attach(model, SketchConfig(rank=2, targets=("q_proj",)))
+
+
+def test_data_parallel_wrappers_are_refused_with_what_to_use():
+    model = nn.DataParallel(tiny_llama())
+    with pytest.raises(ConfigError, match="DataParallel would not add up sketches.*ShardedLoGRA"):
+        attach(model, SketchConfig(rank=4))
+    assert all(p.requires_grad for p in model.parameters())

@@ -308,3 +308,21 @@ def test_a_prepared_message_changes_nothing_until_committed_and_commits_once():
     assert replica.fingerprint() == trainer.weights.fingerprint() and replica.version == 1
     with pytest.raises(SyncError, match="repeated"):
         commit()
+
+
+def test_the_products_precision_of_one_side_is_none_of_the_others():
+    """A trainer with TF32 or bf16 products, a replica without: the merges are in full fp32 on both."""
+    changes = dict(hidden_size=512, intermediate_size=512, num_hidden_layers=1)
+    trainer = LoGRA(tiny_llama(**changes), SketchConfig(rank=256), OptimConfig(update_ratio=1e-3))
+    replica, before = Replica(tiny_llama(**changes), TARGETS), torch.get_float32_matmul_precision()
+    policy_loss(trainer.model, random_ids(2, 10, 96)).backward()
+    proposed = trainer.propose()
+    try:
+        torch.set_float32_matmul_precision("medium")
+        used = torch.backends.mkldnn.matmul.fp32_precision
+        wire = trainer.apply(proposed).to_bytes(trainer.weights.fingerprint())
+        assert torch.backends.mkldnn.matmul.fp32_precision == used != "ieee"  # put back
+    finally:
+        torch.set_float32_matmul_precision(before)
+    replica.apply(wire)
+    assert replica.fingerprint() == trainer.weights.fingerprint()
