@@ -82,12 +82,12 @@ class LaunchConfig(Checked):
 
     def serving(self, port: int, cfg: TrainConfig) -> list[str]:
         """The command line of one server. Room for keys and values is given, not measured: the masters come with the first message."""
-        from .policy import embedded_policy
+        from .policy import at_home, embedded_policy
         from .rollout_server import serve_command
         from .rollout_vllm import ON_CPU
 
         options = {"kv_cache_memory_bytes": int(self.kv_cache_gib * 2**30)} | ({} if self.rollout_devices else ON_CPU)
-        return serve_command(cfg.model or embedded_policy(), port, **(options | self.server_options))
+        return serve_command(at_home(cfg.model or embedded_policy()), port, **(options | self.server_options))
 
     def command(self, seed: int, urls: Sequence[str] = ()) -> list[str]:
         """The torchrun command line of one seed's run."""

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 import torch
 import torch.autograd.forward_ad as fw
 
-from .config import ConfigError
+from .config import ESTIMATORS, ConfigError
 from .forward_mode import forward_mode
 from .kl import CHUNK, LOGITS, _branch, kl_divergence, logit_variance
 from .layout import PAPER, Layout, Switch
@@ -117,7 +117,7 @@ def plan(
         "sync": state | {"gathered": whole_layer, "update": 2 * rank * shape.d if method == "logra" else 0},
     }
     if method == "logra":
-        probe = _probe(name, rank, tokens, probe_rows, dtype, estimator, layout.projection)
+        probe = _probe(name, rank, tokens, probe_rows, dtype, estimator, layout.projection, checkpointing)
         phases["probe"] = passing | grads | {"update": 4 * rank * shape.d + mean, "probe": probe}
     ordered = {p: {c: phases[p].get(c, 0) for c in CATEGORIES} for p in PHASES if p in phases}
     average, peak = _rule(shape, method, rank, gpus, layout, tokens)
@@ -214,12 +214,21 @@ def _passes(name, method, rank, tokens, rows, dtype, checkpointing, storage, chu
 
 
 @functools.cache
-def _probe(name, rank, tokens, rows, dtype, estimator, storage) -> int:
-    """Peak of the KL probe's forward passes on fake tensors, as kl.py makes them."""
-    if estimator not in ("jvp", "finite_difference"):
-        raise ConfigError(f"estimator = {estimator!r}: allowed is one of jvp, finite_difference")
+def _probe(name, rank, tokens, rows, dtype, estimator, storage, checkpointing) -> int:
+    """Peak of the KL probe on fake tensors: of its forward passes, as kl.py makes them.
+
+    The score sketch's (kl_score.py) is a backward-sized pass: planned as the training pass of its rows, with all logits at once and without
+    the weights' gradients, or, if that is more, as what the layers keep with two logits, a gradient of them, and three float64 chunks of a draw.
+    """
+    if estimator not in ESTIMATORS:
+        raise ConfigError(f"estimator = {estimator!r}: allowed is one of {', '.join(ESTIMATORS)}")
     vocabulary = model_config(name).vocab_size
     rows = min(rows, max(1, LOGITS // (tokens * vocabulary)))
+    if estimator == "score_sketch":
+        step = _passes(name, "logra", rank, tokens, rows, dtype, checkpointing, storage, 0)
+        drawn = (3 * dtype.itemsize * rows * tokens + 24 * min(CHUNK, rows * tokens)) * vocabulary
+        passes = max(step.peak_forward + step.gradients, step.peak_head + step.gradients, step.peak_layers) - step.state
+        return max(passes, step.layers + drawn)
     with fake_model(name, "logra", rank, 2, dtype, False, storage, _kind(name)) as (net, optimizer, *_):
         layers = optimizer.targets
         factors = {n: torch.empty(t.module.out_features, rank) for n, t in layers.items()}

@@ -94,6 +94,11 @@ def _convert(source: Path, target: Path) -> None:
     tokenizer.save_pretrained(target)
 
 
+def at_home(name_or_path: str | Path) -> str:
+    """A model's name as every library understands it: `~` is the home folder; hub ids, other paths and "" stay as they are."""
+    return os.path.expanduser(name_or_path)
+
+
 def load_policy(name_or_path: str | Path | None = None, dtype: torch.dtype | str = torch.float32, **kwargs):
     """(model, tokenizer): a causal LM in evaluation mode with the stated dtype.
 
@@ -106,11 +111,9 @@ def load_policy(name_or_path: str | Path | None = None, dtype: torch.dtype | str
     """
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    source = str(name_or_path) if name_or_path else str(embedded_policy())
-    if source.startswith((".", "/", "~")) or source.count("/") > 1:
-        source = os.path.expanduser(source)
-        if not os.path.isdir(source):
-            raise FileNotFoundError(f"no policy at {name_or_path!r}: expected a folder with a transformers checkpoint, or a hub id")
+    source = at_home(name_or_path or embedded_policy())
+    if (source.startswith((".", "/", "~")) or source.count("/") > 1) and not os.path.isdir(source):
+        raise FileNotFoundError(f"no policy at {name_or_path!r}: expected a folder with a transformers checkpoint, or a hub id")
     try:
         model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, **kwargs)
         tokenizer = AutoTokenizer.from_pretrained(source)

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import torch
 
+from .allocation import layer_ranks
 from .config import ConfigError, TrainConfig
 from .launch import LaunchConfig
 from .layout import program_layout
@@ -125,11 +126,17 @@ def _weight_bytes(cfg: TrainConfig) -> int:
     return getattr(torch, cfg.weight_dtype).itemsize
 
 
+def disk_bytes(cfg: TrainConfig, shape: str) -> int:
+    """Of two checkpoints (the old one goes when the new one is whole) and one full message to servers."""
+    targets, weights, layers = _trained(cfg, shape), _weight_bytes(cfg) * _trained(cfg, shape), linear_shapes(shape, cfg.sketch.targets)
+    ranks = layer_ranks(cfg.sketch, layers) if cfg.optim.beta1 else dict.fromkeys(layers, 0)  # the first moment has a sketch's shape
+    state = 8 * targets if cfg.method == "dense" else 4 * sum(d * (1 + ranks[name]) for name, (d, _) in layers.items())
+    return 2 * (weights + state) + weights
+
+
 def disk(cfg: TrainConfig, shape: str) -> Check:
-    """Room for two checkpoints (the old one goes when the new one is whole) and one full message to servers."""
-    targets, size = _trained(cfg, shape), _weight_bytes(cfg)
-    state = 8 * targets if cfg.method == "dense" else 4 * sum(d for d, _ in linear_shapes(shape, cfg.sketch.targets).values())
-    needed = 2 * (size * targets + state) + size * targets
+    """Room for `disk_bytes` where the run's folder will be."""
+    needed = disk_bytes(cfg, shape)
     folder = Path(cfg.out).absolute()
     while not folder.exists():
         folder = folder.parent

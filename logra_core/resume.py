@@ -5,6 +5,8 @@ Belongs here: what is saved, what must agree before a run may go on, and in whic
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import json
 import time
 from collections import Counter
@@ -23,9 +25,27 @@ from .runlog import RunLog, read_log, scrub
 from .sync import full_state_bytes
 
 
+def config_digest(cfg: TrainConfig) -> str:
+    """16 hexadecimal digits of the settings that may not change in a run, with paths whole: a log's header keeps only parts of those."""
+    values = checkpoint.as_json(to_dict(cfg))
+    for name in checkpoint.FREE:
+        *parents, last = name.split(".")
+        functools.reduce(dict.__getitem__, parents, values).pop(last)
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]
+
+
 def refuse_another_run(log: Path, header: dict[str, Any], cfg: TrainConfig) -> None:
-    """Raises ConfigError, naming what differs, if the log's header is of a run with other settings than `cfg`."""
-    if differ := checkpoint.differing_fields(header.get("config", {}), scrub(checkpoint.as_json(to_dict(cfg)))):
+    """Raises ConfigError, naming what differs, if the log's header is of a run with other settings than `cfg`.
+
+    The header's own paths depend on the folder that its writer worked in, so its digest decides; old headers have none.
+    """
+    digest = header.get("config_digest")
+    if digest == config_digest(cfg):
+        return
+    differ = checkpoint.differing_fields(header.get("config", {}), scrub(checkpoint.as_json(to_dict(cfg))))
+    if digest and not differ:
+        differ = ["a path in its settings, such as model, of which the log keeps only the end"]
+    if differ:
         raise ConfigError(f"{log} is of another run: {'; '.join(differ)}; choose another folder or remove it")
 
 
@@ -71,21 +91,23 @@ class Resumable:
             rows = [r for r in read_log(log)[1] if r["kind"] != "end"]
             if len(rows) != self._rows:
                 raise checkpoint.CheckpointError(f"{log} has {len(rows)} rows up to update {done}, the checkpoint {self._rows}")
+        elif log.exists() and self._finished(log):
+            self.log = RunLog.resume(log)
         else:
-            if log.exists():
-                self._only_restart(log)
-                log.unlink()
+            log.unlink(missing_ok=True)
             self.log = RunLog(log, self._header())
 
     def _resync(self) -> None:
         self.engine.resync(full_state_bytes(self.method.weights, self.method.run_id, self.method.version))
 
-    def _only_restart(self, log: Path) -> None:
-        """A log without a checkpoint is of a run killed early, which starts over; refuse to overwrite anything else."""
+    def _finished(self, log: Path) -> bool:
+        """Of a log without a checkpoint: a run killed early, which starts over, or one of no updates, which is done. Refuses anything else."""
         header, rows = read_log(log)
-        if any(r["kind"] == "end" for r in rows):
+        finished = any(r["kind"] == "end" for r in rows)
+        if finished and not rows[-1]["update"] == self.cfg.updates == 0:
             raise ConfigError(f"{log} is of a finished run without a checkpoint; choose another folder or remove it")
         refuse_another_run(log, header, self.cfg)
+        return finished
 
     def _restore(self, path: Path) -> int:
         weights, state = self._load(path)

@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 
 import torch
 
-from .config import SamplingConfig, TrainConfig
+from .config import ConfigError, SamplingConfig, TrainConfig
 from .sync import Replica, SyncError, message_header
 
 if TYPE_CHECKING:
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 
 MIN_SHARED = 8  # a common beginning of the prompts shorter than this is not worth a pass of its own
+LARGEST = 2**31  # bytes of a message in a call to vLLM: msgpack ends at 4 GiB, and base64 adds a third
 
 
 class RolloutError(RuntimeError):
@@ -142,9 +143,13 @@ class Staged:
 
 
 class RolloutEngine(Protocol):
-    """What the trainer needs of an engine; `sync` and `resync` take bytes as they would arrive over a wire, `stage` either kind."""
+    """What the trainer needs of an engine; `sync` and `resync` take bytes as they would arrive over a wire, `stage` either kind.
+
+    room: tokens of prompt and response together that it takes (None: not known).
+    """
 
     version: int
+    room: int | None
 
     def generate(self, prompts: list[list[int]], sampling: SamplingConfig, seed: int, expected_version: int | None = None) -> Rollouts: ...
     def sync(self, update: bytes | SketchUpdate) -> None: ...
@@ -197,8 +202,8 @@ class TransformersRollout:
         if batch_rows < 1:
             raise ValueError(f"TransformersRollout: batch_rows = {batch_rows}; allowed is >= 1")
         self.model, self.tokenizer, self.batch_rows = model.eval().requires_grad_(False), tokenizer, batch_rows
-        ends = end_ids(getattr(model, "generation_config", None), tokenizer)
-        self.eos_ids = ends
+        self.room = getattr(model.config, "max_position_embeddings", None)
+        self.eos_ids = ends = end_ids(getattr(model, "generation_config", None), tokenizer)
         self.pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else ends[0]
         # generate() fills unset options from the model's own generation config (top_k, repetition_penalty, ...): they would bend the
         # sampling distribution behind our back, so the copy gets an empty one.
@@ -291,9 +296,24 @@ class TransformersRollout:
     def _check(self, prompts, sampling, seed, expected_version) -> None:
         if self.model is None:
             raise RolloutError("the engine was closed")
-        check_request(prompts, sampling, seed, self.model.get_input_embeddings().num_embeddings, getattr(self.model.config, "max_position_embeddings", None))
+        check_request(prompts, sampling, seed, self.model.get_input_embeddings().num_embeddings, self.room)
         if expected_version is not None and expected_version != self.version:
             raise SyncError(f"the rollout engine is at version {self.version}, the trainer expects {expected_version}: an update was missed")
+
+
+def on_this_machine(url: str) -> bool:
+    """Whether a server's address says that it shares this machine's files."""
+    return urlsplit(url).hostname in ("localhost", "127.0.0.1", "::1")
+
+
+def refuse_large_state(cfg: TrainConfig, size: int) -> None:
+    """Raises ConfigError if a server of `cfg.engine_urls` could not be sent a full state of `size` bytes: elsewhere it must fit in one call."""
+    if size >= LARGEST and (far := [u for u in cfg.engine_urls if not on_this_machine(u)]):
+        raise ConfigError(
+            f"TrainConfig.engine_urls: {', '.join(far)} cannot be sent the {size:,} bytes of all trained weights: a call holds less than {LARGEST:,}. "
+            "Allowed are servers on this machine, named by 127.0.0.1 or localhost, which read them as a file; elsewhere a smaller model, fewer "
+            "sketch.targets, or half the bytes with optim.stochastic_rounding"
+        )
 
 
 def make_engine(cfg: TrainConfig, run_id: str | None = None) -> RolloutEngine:
@@ -301,10 +321,10 @@ def make_engine(cfg: TrainConfig, run_id: str | None = None) -> RolloutEngine:
 
     Raises ImportError where the engine's library is missing, RolloutError where a server of `cfg.engine_urls` does not answer.
     """
+    from .policy import at_home, load_policy
     from .rollout_group import EngineGroup
 
     if cfg.engine == "transformers":
-        from .policy import load_policy
 
         def own() -> RolloutEngine:
             policy = load_policy(cfg.model or None, cfg.weight_dtype)
@@ -315,8 +335,8 @@ def make_engine(cfg: TrainConfig, run_id: str | None = None) -> RolloutEngine:
         from .rollout_server import ServerRollout
 
         def server(url: str) -> RolloutEngine:
-            here = urlsplit(url).hostname in ("localhost", "127.0.0.1", "::1")  # then it can read the run's folder
-            return ServerRollout(url, cfg.model or None, timeout=cfg.peer_timeout, spool=str(Path(cfg.out).resolve()) if here else None)
+            spool = str(Path(cfg.out).resolve()) if on_this_machine(url) else None
+            return ServerRollout(url, at_home(cfg.model) or None, timeout=cfg.peer_timeout, spool=spool)
 
         Path(cfg.out).mkdir(parents=True, exist_ok=True)
         make = [lambda url=url: server(url) for url in cfg.engine_urls]
@@ -325,5 +345,5 @@ def make_engine(cfg: TrainConfig, run_id: str | None = None) -> RolloutEngine:
 
         Path(cfg.out).mkdir(parents=True, exist_ok=True)
         logs = [Path(cfg.out) / f"engine{i}.log" for i in range(cfg.engines)]
-        make = [lambda log=log: VLLMRollout(cfg.model or None, log=log) for log in logs]
+        make = [lambda log=log: VLLMRollout(at_home(cfg.model) or None, log=log) for log in logs]
     return make[0]() if len(make) == 1 else EngineGroup.start(make)

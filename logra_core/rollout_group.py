@@ -11,7 +11,7 @@ from typing import Any
 
 from .config import SamplingConfig
 from .rollout import RolloutEngine, RolloutError, Rollouts, Staged
-from .sync import SketchUpdate, SyncError
+from .sync import SketchUpdate, SyncError, message_header
 
 
 class EngineGroup:
@@ -48,6 +48,11 @@ class EngineGroup:
         """Of all engines. Raises SyncError if they differ."""
         return self._same("versions", [e.version for e in self.engines])
 
+    @property
+    def room(self) -> int | None:
+        """Tokens of prompt and response together that every engine takes (None: not known of any)."""
+        return min((e.room for e in self.engines if e.room is not None), default=None)
+
     def fingerprint(self) -> str:
         """Of all engines. Raises SyncError if they differ."""
         return self._same("weights", [e.fingerprint() for e in self.engines])
@@ -76,8 +81,7 @@ class EngineGroup:
                     one.commit()
                 except Exception as error:
                     self._abort(staged[i + 1 :])
-                    at = f"engines 0 to {i - 1} took the message, the others did not: send a full resync" if i else "none has changed"
-                    raise SyncError(f"engine {i} of {len(staged)} could not commit ({at}): {error}") from error
+                    raise SyncError(f"engine {i} of {len(staged)} could not commit ({self._reached(i, message)}): {error}") from error
 
         return Staged(commit, lambda: self._abort(staged))
 
@@ -103,6 +107,15 @@ class EngineGroup:
         for engine in self.engines:
             engine.close()
 
+    def _reached(self, i: int, message: bytes) -> str:
+        """Who has taken a message that engine i failed to commit, in words; it may have failed after its weights had changed."""
+        if (took := _took(self.engines[i], message)) is None:
+            others = f"engines 0 to {i - 1} took the message" if i else "the others have not"
+            return f"the engine may have changed, {others}: send a full resync"
+        if not (count := i + took):
+            return "none has taken the message"
+        return f"engines 0 to {count - 1} took the message{', the others did not' * (count < len(self.engines))}: send a full resync"
+
     @staticmethod
     def _abort(staged: list[Staged]) -> None:
         for one in staged:
@@ -112,6 +125,17 @@ class EngineGroup:
         if len(set(values)) != 1:
             raise SyncError(f"{what} of the engines differ ({', '.join(map(str, values))}): send a full resync")
         return values[0]
+
+
+def _took(engine: RolloutEngine, message: bytes) -> bool | None:
+    """Whether an engine is at a message's version; None if it cannot be asked, or its weights are not those of the message."""
+    try:
+        header = message_header(message)
+        if engine.version != header["version"]:
+            return False
+        return True if engine.fingerprint() == header["fingerprint"] else None
+    except Exception:  # whatever an engine that died raises
+        return None
 
 
 ROWS = ("prompt_ids", "response_ids", "logprobs", "finish_reasons", "texts")

@@ -32,8 +32,8 @@ from .optim import NonFiniteError
 from .policy import load_policy
 from .ppo import RunningBaseline, mismatch, ppo_loss, rewards_of, sequence_logprobs
 from .ranks import PeerError
-from .resume import Resumable
-from .rollout import Rollouts, make_engine, shared_prefix
+from .resume import Resumable, config_digest
+from .rollout import RolloutError, Rollouts, make_engine, refuse_large_state, shared_prefix
 from .runlog import read_log
 from .sync import SyncError
 from .tasks import Grade, Problem, make_task, messages
@@ -68,6 +68,7 @@ class Trainer(Resumable):
         if cfg.gradient_checkpointing:
             checkpoint_activations(self.model)
         self._after_loading()
+        refuse_large_state(cfg, self._full_bytes())
         self.baseline = RunningBaseline(cfg.ppo.baseline_weight)
         self.seconds: Counter[str] = Counter()
         self._late: Counter[str] = Counter()  # seconds spent after an update's row was written (its checkpoint); shown in the next row
@@ -153,7 +154,7 @@ class Trainer(Resumable):
             advantage=float(advantages.double().mean()), grades=statuses(grades), tokens=rollouts.tokens, **lengths(rollouts),
             **stats, grad_norm=grad_norm, **method.metrics(), exact_kl=measured,
             payload_bytes=len(message.data),
-            full_weights_bytes=sum(m.weight.numel() * m.weight.element_size() for m in method.weights.modules.values()),
+            full_weights_bytes=self._full_bytes(),
         )  # fmt: skip
 
     def _respond(self, update: int) -> tuple[Rollouts, list[Grade]]:
@@ -219,9 +220,51 @@ class Trainer(Resumable):
             if (theirs := self.engine.fingerprint()) != (ours := self.method.weights.fingerprint()):
                 raise SyncError(f"before a rollout at version {self.method.version}: engine weights {theirs}, trainer {ours}")
         with self._phase("rollout"):
-            template = self.tokenizer.apply_chat_template
-            prompts = [template(messages(p), add_generation_prompt=True, tokenize=True, return_dict=False) for p in problems]
-            return self.engine.generate(prompts, sampling, seed, expected_version=self.method.version)
+            return self.engine.generate(self._prompts(problems, sampling), sampling, seed, expected_version=self.method.version)
+
+    def _prompt(self, problem: Problem) -> list[int]:
+        return self.tokenizer.apply_chat_template(messages(problem), add_generation_prompt=True, tokenize=True, return_dict=False)
+
+    def _left(self, sampling: SamplingConfig) -> float:
+        """Tokens that a prompt may take."""
+        return math.inf if self.engine.room is None else self.engine.room - sampling.max_tokens
+
+    def _prompts(self, problems: list[Problem], sampling: SamplingConfig) -> list[list[int]]:
+        """Token ids of every prompt. Raises ConfigError, naming the question, for one that leaves no room for a response."""
+        made, left = [self._prompt(p) for p in problems], self._left(sampling)
+        for problem, ids in zip(problems, made):
+            if len(ids) > left:
+                what, setting = ("held-out ", "eval_sampling") if sampling is self.cfg.eval_sampling else ("", "sampling")
+                raise ConfigError(
+                    f"{what}question {problem.prompt[:80]!r} takes {len(ids)} tokens; {setting}.max_tokens {sampling.max_tokens} leaves {left} of "
+                    f"{self.engine.room}: allowed is a smaller {setting}.max_tokens (in a new run), or vLLM servers with a larger max_model_len"
+                )
+        return made
+
+    def _fit_questions(self) -> int:
+        """Held-out questions must fit; training ones that do not are dropped where all are known beforehand (MathTask). Returns how many were."""
+        self._prompts(self.task.heldout(self.cfg.eval_problems), self.cfg.eval_sampling)
+        pools, left = getattr(self.task, "_problems", {}), self._left(self.cfg.sampling)
+        if "train" not in pools:  # made as they are drawn
+            return 0
+        kept = [p for p in pools["train"] if len(self._prompt(p)) <= left]
+        count, dropped = len(pools["train"]), len(pools["train"]) - len(kept)
+        words = f"do not fit: with sampling.max_tokens {self.cfg.sampling.max_tokens} their prompts exceed {self.engine.room} tokens"
+        if not kept:
+            raise ConfigError(f"TaskConfig.train_data: no training question is left, all {count} {words}")
+        if dropped:
+            tqdm.write(f"{dropped} of {count} training questions dropped, they {words}")
+        pools["train"] = kept
+        self.task.counts |= {"train_too_long": dropped, "train_kept": len(kept)}
+        return dropped
+
+    def _open_log(self, found: Path | None, done: int) -> None:
+        log = self.out / "log.jsonl"
+        if found is None or done < self.cfg.updates:
+            now, header = self._fit_questions(), read_log(log)[0] if found is not None and log.exists() else {}
+            if (before := header.get("task_counts", {}).get("train_too_long", now)) != now:
+                raise ConfigError(f"{log} began without {before} questions that were too long, now {now} are: give the engine its old max_model_len")
+        super()._open_log(found, done)
 
     def _evaluate(self, update: int) -> None:
         """Held-out Pass@1 and Pass@k with the same problems and seed at every evaluation."""
@@ -250,8 +293,12 @@ class Trainer(Resumable):
 
     def _header(self) -> dict[str, Any]:
         layers = self.method.weights.modules.values()
-        counts = {"trained_weights": sum(m.weight.numel() for m in layers), "trained_layers": len(layers)}
-        return {"config": to_dict(self.cfg), "seed": self.cfg.seed, "task_counts": self.task.counts} | counts
+        counts = {"trained_weights": sum(m.weight.numel() for m in layers), "trained_layers": len(layers), "task_counts": self.task.counts}
+        return {"config": to_dict(self.cfg), "config_digest": config_digest(self.cfg), "seed": self.cfg.seed} | counts
+
+    def _full_bytes(self) -> int:
+        """Of all trained weights, as a full message holds them."""
+        return sum(m.weight.numel() * m.weight.element_size() for m in self.method.weights.modules.values())
 
     def _summary(self) -> dict[str, Any]:
         evals = [r for r in read_log(self.out / "log.jsonl")[1] if r["kind"] == "eval"]
@@ -271,6 +318,10 @@ class Trainer(Resumable):
 # ---------------------------------------------------------------------- command line
 
 
+# What may end a run without a mistake in the program; all else keeps its traceback.
+ENDS = (ConfigError, FileNotFoundError, ImportError, checkpoint.CheckpointError, PeerError, RolloutError, SyncError)
+
+
 def main(arguments: list[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else arguments
     if not arguments or arguments[0] in ("-h", "--help"):
@@ -283,7 +334,7 @@ def main(arguments: list[str] | None = None) -> int:
         else:
             kind = Trainer
         end = kind(cfg).run()
-    except (ConfigError, FileNotFoundError, checkpoint.CheckpointError, PeerError) as error:
+    except ENDS as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     if os.environ.get("RANK", "0") != "0":

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from .rollout import LARGEST
 from .sync import SyncError, message_header
 from .vllm_backend import KNOWN  # noqa: F401  (its version guard comes first)
 
@@ -25,9 +26,6 @@ from vllm.distributed.weight_transfer.clients import HTTPVLLMWeightSyncClient  #
 
 if TYPE_CHECKING:
     import vllm
-
-
-LARGEST = 2**31  # bytes of a message in a call: msgpack ends at 4 GiB, and base64 adds a third
 
 
 class LLMClient:

@@ -528,7 +528,7 @@ def test_refusals_end_every_rank_by_name(policy, tmp_path):
     path.write_text(json.dumps(asdict(cfg)))
     Trainer(cfg).run()
     for code, text in Launch(2, refused, tmp_path, str(path)).results():
-        assert code == 2 and "is of a finished run without a checkpoint" in text
+        assert code == 2 and "is of another run: seed (saved 0, now 9)" in text
     with pytest.raises(ConfigError, match="MASTER_ADDR, MASTER_PORT not set"):
         DistributedTrainer(cfg)
     for method in ("lora", "galore"):

@@ -10,17 +10,20 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import psutil
 import pytest
-from test_train import exact, settings
+from test_train import HELD_OUT, LONG, SHORT, exact, questions, settings
 from tiny import tiny_policy
 
 from logra_core import ConfigError
+from logra_core.config import TrainConfig
 from logra_core.launch import Guarded, LaunchConfig, LaunchError, Servers, state, train
-from logra_core.runlog import read_log
+from logra_core.resume import config_digest
+from logra_core.runlog import RunLog, read_log
+from logra_core.train import Trainer
 
 ROOT = Path(__file__).resolve().parents[1]
 RECIPES = {"11_ppo_h100_math": "ci_math.yaml", "12_ppo_h100_27b": "ci_gym.yaml"}
@@ -132,6 +135,7 @@ def test_train_shows_rows_as_they_come_and_leaves_finished_runs_alone(tmp_path):
     assert "after 2 updates" in words
     again = train(launch, [3], lambda *_: pytest.fail("nothing to do"))
     assert again == made and (tmp_path / "run/seed3/train.log").read_text() == words
+    assert str(tmp_path) not in (tmp_path / "run/seed3/log.jsonl").read_text()
     with pytest.raises(ConfigError, match="is of another run: ppo.clip"):
         train(LaunchConfig(launch.recipe, ("ppo.clip=0.3",), servers=0), [3])
     # Further updates go on from the checkpoint; a row that was dropped on the way comes once more.
@@ -156,6 +160,50 @@ def test_an_interrupt_ends_every_process(tmp_path):
     with pytest.raises(KeyboardInterrupt):
         train(LaunchConfig(recipe_of(tmp_path, updates=500), servers=0), [0], interrupt)
     assert len(pids) >= 3 and not alive(pids)  # torchrun (below its guard) and two ranks
+
+
+def test_ranks_drop_the_questions_that_one_process_drops(tmp_path):
+    changes = {"task": questions(tmp_path / "data", SHORT + LONG, HELD_OUT), "ppo": {"prompts_per_update": 4, "microbatch": 2}}
+    launch = LaunchConfig(recipe_of(tmp_path, **changes), servers=0)
+    ranks = train(launch, [0])[0]
+    cfg = replace(launch.config(0), out=str(tmp_path / "one"))
+    Trainer(cfg).run()
+    (header, _), (other, one) = read_log(tmp_path / "run/seed0/log.jsonl"), read_log(tmp_path / "one/log.jsonl")
+    assert header["task_counts"] == other["task_counts"] and header["task_counts"]["train_too_long"] == len(LONG)
+    assert header["config_digest"] == other["config_digest"]
+    made, alone = ([(r["tokens"], r["reward_rate"]) for r in rows if r["kind"] == "update"] for rows in (ranks, one))
+    assert made == alone and len(made) == 2
+
+
+def test_a_run_is_known_by_its_whole_settings_from_any_folder(tmp_path, monkeypatch):
+    """A record keeps of an absolute path what is below the working folder, or its end; its digest tells the rest."""
+    cfg = TrainConfig(out=str(tmp_path / "run"), model=str(tmp_path / "a" / "qwen"), updates=1)
+    (tmp_path / "elsewhere").mkdir()
+    for digest in ({"config_digest": config_digest(cfg)}, {}):
+        monkeypatch.chdir(tmp_path)
+        log = tmp_path / "run" / "log.jsonl"
+        log.unlink(missing_ok=True)
+        with RunLog(log, {"seed": 0, "config": asdict(cfg)} | digest) as made:
+            made.row("end", update=1)
+        assert str(tmp_path) not in log.read_text() and state(cfg) == "finished"
+        monkeypatch.chdir(tmp_path / "elsewhere")
+        if digest:
+            assert state(cfg) == "finished" and state(replace(cfg, out=cfg.out + "/", engine_urls=(), updates=2)) == "unfinished"
+            with pytest.raises(ConfigError, match="of another run: seed .saved 0, now 1"):
+                state(replace(cfg, model="a/qwen", seed=1))
+            monkeypatch.chdir(tmp_path)
+            with pytest.raises(ConfigError, match="of another run: a path in its settings, such as model"):
+                state(replace(cfg, model="a/qwen"))
+        else:  # a record from before there were digests
+            with pytest.raises(ConfigError, match="of another run: model .saved 'a/qwen', now 'qwen'"):
+                state(cfg)
+
+
+def test_a_server_gets_the_home_folder_by_its_path(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    launch = LaunchConfig(recipe_of(tmp_path), ("model=~/policy",))
+    words = launch.serving(8000, launch.config(0))
+    assert words[words.index("--model") + 1] == f"{tmp_path}/policy"
 
 
 @pytest.mark.parametrize(

@@ -75,6 +75,23 @@ def test_disk_has_room_for_two_checkpoints(monkeypatch, tmp_path):
         assert preflight.disk(cfg, "SmolLM2-135M").ok == ok
 
 
+def test_disk_counts_the_mean_of_the_sketches(monkeypatch):
+    """A checkpoint is two of: rank numbers a row more, where there is a first moment."""
+    layers, momentum = linear_shapes("SmolLM2-135M"), ("optim.beta1=0.9", "sketch.refresh_every=5")
+    ranks = {n: 4 if n.endswith("q_proj") else 2 for n in layers}
+    more = 2 * 4 * sum(ranks[n] * d for n, (d, _) in layers.items())
+    given = ("sketch.rank=2", "sketch.ranks={q_proj: 4}")
+    without, with_it = (LaunchConfig(str(RECIPES / "ci_math.yaml"), (*given, *o)).config(0) for o in ((), momentum))
+    assert preflight.disk_bytes(with_it, "SmolLM2-135M") - preflight.disk_bytes(without, "SmolLM2-135M") == more
+
+
+def test_every_estimator_of_the_kl_is_planned(node):
+    peaks = {}
+    for estimator in ("jvp", "score_sketch"):
+        peaks[estimator] = checks("math_1.5b_logra.yaml", [f"kl.estimator={estimator}"], kv_cache_gib=40.0, **GPUS)["memory, training"]
+    assert all(c.ok for c in peaks.values())
+
+
 @pytest.mark.parametrize(("recipe", "kv"), [("math_1.5b_logra.yaml", 40.0), ("math_7b_logra.yaml", 8.0), ("math_7b_dense.yaml", 8.0)])
 def test_the_math_recipes_fit_on_the_papers_node(node, recipe, kv):
     found = checks(recipe, kv_cache_gib=kv, **GPUS)

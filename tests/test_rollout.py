@@ -11,7 +11,7 @@ from tiny import tiny_policy
 
 from logra_core.config import ConfigError, OptimConfig, SamplingConfig, SketchConfig, TrainConfig
 from logra_core.optim import LoGRA
-from logra_core.policy import load_policy
+from logra_core.policy import at_home, load_policy
 from logra_core.rollout import RolloutError, Rollouts, TransformersRollout, make_engine, shared_prefix
 from logra_core.sync import SyncError, Weights, full_state_bytes
 
@@ -236,3 +236,16 @@ def test_engines_by_name(monkeypatch):
         TrainConfig(engine="sglang")
     with pytest.raises(FileNotFoundError, match="no policy"):
         make_engine(TrainConfig(model="/nowhere/policy"))
+
+
+def test_a_model_in_the_home_folder_is_given_to_every_engine_by_its_path(folder, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(folder.parent))
+    seen, model = [], f"~/{folder.name}"
+    monkeypatch.setattr("logra_core.rollout_vllm.VLLMRollout", lambda path, **_: seen.append(path))
+    monkeypatch.setattr("logra_core.rollout_server.ServerRollout", lambda url, path, **_: seen.append(path))
+    make_engine(TrainConfig(engine="vllm", model=model, out=str(tmp_path)))
+    make_engine(TrainConfig(engine="vllm", model=model, out=str(tmp_path), engine_urls=("http://a",)))
+    assert seen == [str(folder)] * 2 and make_engine(TrainConfig(model=model)).model is not None
+    make_engine(TrainConfig(engine="vllm", out=str(tmp_path)))
+    assert seen[2] is None  # the embedded policy
+    assert at_home("owner/name") == "owner/name" and at_home("") == ""

@@ -10,7 +10,7 @@ from tiny import tiny_policy
 from logra_core.config import ConfigError, OptimConfig, SamplingConfig, SketchConfig, TrainConfig
 from logra_core.optim import LoGRA
 from logra_core.policy import load_policy
-from logra_core.rollout import TransformersRollout, make_engine
+from logra_core.rollout import Staged, TransformersRollout, make_engine
 from logra_core.rollout_group import EngineGroup
 from logra_core.sync import SyncError, full_state_bytes
 
@@ -81,6 +81,40 @@ def test_a_commit_that_fails_names_the_engine_and_a_resync_heals(parts):
         group.generate(PROMPTS, SAMPLING, 0)
     group.resync(full_state_bytes(logra.weights, logra.run_id, logra.version))
     assert group.fingerprint() == logra.weights.fingerprint()
+
+
+@pytest.mark.parametrize("asked", [True, False])
+def test_the_first_engine_that_fails_after_it_took_the_message_is_not_called_unchanged(parts, asked):
+    """As when vLLM's prefix cache cannot be reset: the new weights are served by then."""
+    logra, engines, group = parts
+    stage = engines[0].stage
+
+    def taken_and_failed(commit):
+        commit()
+        if not asked:
+            engines[0]._replica = None  # it died
+        raise RuntimeError("prefix cache not reset")
+
+    engines[0].stage = lambda message: Staged(lambda commit=stage(message).commit: taken_and_failed(commit), lambda: None)
+    told = "engines 0 to 0 took the message, the others did not" if asked else "the engine may have changed, the others have not"
+    with pytest.raises(SyncError, match=rf"engine 0 of 2 could not commit \({told}: send a full resync\): prefix cache not reset"):
+        group.sync(next_update(logra))
+    assert engines[1].version == 0 and (not asked or engines[0].version == 1)
+
+
+def test_a_first_commit_that_changed_nothing_says_so(parts):
+    logra, engines, group = parts
+    engines[0].model.model.layers[0].mlp.up_proj.weight.mul_(1.5)
+    with pytest.raises(SyncError, match=r"engine 0 of 2 could not commit \(none has taken the message\)"):
+        group.sync(next_update(logra))
+    assert [e.version for e in engines] == [0, 0]
+
+
+def test_a_group_has_room_for_what_every_engine_takes(parts):
+    _, engines, group = parts
+    assert group.room == 256
+    engines[0].room, engines[1].room = 64, None
+    assert group.room == 64
 
 
 def test_an_engine_that_cannot_start_closes_those_before_it(folder):

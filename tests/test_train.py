@@ -15,7 +15,7 @@ from logra_core.configfile import load_config
 from logra_core.evaluation import held_out
 from logra_core.methods_dense import dense_lr
 from logra_core.optim import NonFiniteError
-from logra_core.rollout import Rollouts, shared_prefix
+from logra_core.rollout import RolloutError, Rollouts, shared_prefix
 from logra_core.runlog import read_log
 from logra_core.sync import SyncError
 from logra_core.tasks import Grade, Problem
@@ -360,8 +360,59 @@ def test_a_folder_in_use_is_refused_and_zero_updates_only_evaluate(policy, tmp_p
     end = Trainer(cfg).run()
     assert end["pass_at_before"] == end["pass_at_after"]
     assert [r["kind"] for r in read_log(tmp_path / "log.jsonl")[1]] == ["eval", "end"]
+    assert Trainer(cfg).run() == end  # finished: nothing to do, nothing written
+    assert [r["kind"] for r in read_log(tmp_path / "log.jsonl")[1]] == ["eval", "end"]
+    with pytest.raises(ConfigError, match="is of another run: seed"):
+        Trainer(dataclasses.replace(cfg, seed=1)).run()
     with pytest.raises(ConfigError, match="finished run"):  # a finished log, and no checkpoint to go on from
-        Trainer(cfg).run()
+        Trainer(dataclasses.replace(cfg, updates=1)).run()
+
+
+def questions(folder, train: list[str], heldout: list[str]) -> dict:
+    """Settings of a math task with these questions; the answer is always 1."""
+    folder.mkdir(exist_ok=True)
+    for name, texts in (("train", train), ("eval", heldout)):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps({"problem": t, "answer": "1"}) + "\n" for t in texts))
+    return {"name": "math", "options": {}, "train_data": str(folder / "train.jsonl"), "eval_data": str(folder / "eval.jsonl")}
+
+
+SHORT, HELD_OUT, LONG = [f"What is {i} / {i}?" for i in range(1, 8)], [f"What is {i} - {i - 1}?" for i in range(5)], ["Long " * 50, "Longer " * 40]
+
+
+def test_training_questions_that_do_not_fit_are_dropped_the_same_way_on_resume(policy, tmp_path, capsys):
+    changes = {"task": questions(tmp_path / "data", SHORT + LONG, HELD_OUT), "ppo": {"prompts_per_update": 3}, "checkpoint_every": 1}
+    seen = []
+
+    def watch(trainer):
+        respond = trainer._respond
+        trainer._respond = lambda update: seen.append([p.prompt for p in trainer.task.train(update - 1, 3, 0)]) or respond(update)
+
+    _, end, header, _ = run(settings(policy, tmp_path / "whole", **changes), watch)
+    assert header["task_counts"]["train_too_long"] == 2 and header["task_counts"]["train_kept"] == 7
+    assert "2 of 9 training questions dropped" in capsys.readouterr().out
+    assert {p for prompts in seen for p in prompts} <= set(SHORT)
+    whole, seen[:] = list(seen), []
+    run(settings(policy, tmp_path / "parts", **changes | {"updates": 2}), watch)
+    _, again, _, _ = run(settings(policy, tmp_path / "parts", **changes), watch)
+    assert again["fingerprint"] == end["fingerprint"] and seen == whole
+    trainer = Trainer(settings(policy, tmp_path / "parts", **changes | {"updates": 5}))
+    trainer.engine.room = 1000  # as after a server was started with another max_model_len
+    with pytest.raises(ConfigError, match=r"log.jsonl.* began without 2 .*too long.*now 0"):
+        trainer.run()
+
+
+def test_questions_that_do_not_fit_are_named_at_the_start_or_when_drawn(policy, tmp_path):
+    fits = {"eval_problems": 6, "eval_samples": 1}
+    held_out = settings(policy, tmp_path / "a", task=questions(tmp_path / "data", SHORT, HELD_OUT + LONG[:1]), **fits)
+    with pytest.raises(ConfigError, match=r"held-out question '(Long ){16}' takes 254 tokens; eval_sampling.max_tokens 6 leaves 250 of 256"):
+        Trainer(held_out).run()
+    none = settings(policy, tmp_path / "b", task=questions(tmp_path / "data", LONG, HELD_OUT), **fits)
+    with pytest.raises(ConfigError, match="no training question is left.* all 2 do not fit.*sampling.max_tokens 6"):
+        Trainer(none).run()
+    assert not (tmp_path / "a" / "log.jsonl").exists() and not (tmp_path / "b" / "log.jsonl").exists()
+    drawn = settings(policy, tmp_path / "c", sampling={"max_tokens": 240})
+    with pytest.raises(ConfigError, match=r"(?s)question '.*' takes \d+ tokens; sampling.max_tokens 240 leaves 16 of 256.*smaller.*max_model_len"):
+        Trainer(drawn).run()
 
 
 def test_checkpoints_are_swept_and_only_the_newest_stays(tmp_path):
@@ -441,7 +492,7 @@ def test_load_config_merges_files_defaults_and_arguments(tmp_path):
         load_config(tmp_path / "run.toml")
 
 
-def test_command_line(policy, tmp_path, capsys):
+def test_command_line(policy, tmp_path, capsys, monkeypatch):
     path = tmp_path / "run.json"
     path.write_text(json.dumps(dataclasses.asdict(settings(policy, tmp_path / "out"))))
     assert main([str(path), "updates=1", "checkpoint_every=1"]) == 0
@@ -449,6 +500,22 @@ def test_command_line(policy, tmp_path, capsys):
     assert main([str(path), "updates=1", "seed=5"]) == 2
     assert "seed (saved 0, now 5)" in capsys.readouterr().err
     assert main([]) == 2
+    for error in (RolloutError("no server"), SyncError("engine weights differ"), ImportError("needs vLLM"), ZeroDivisionError("a mistake")):
+        monkeypatch.setattr(Trainer, "run", lambda self, error=error: (_ for _ in ()).throw(error))
+        if isinstance(error, ZeroDivisionError):  # a mistake in the program keeps its traceback
+            with pytest.raises(ZeroDivisionError):
+                main([str(path), "updates=1"])
+        else:
+            assert main([str(path), "updates=1"]) == 2
+            assert capsys.readouterr().err.splitlines()[-1] == f"error: {error}"
+
+
+def test_a_server_elsewhere_that_cannot_take_the_weights_is_refused_before_the_run(policy, tmp_path, monkeypatch):
+    monkeypatch.setattr("logra_core.rollout.LARGEST", 400_000)  # bytes; the tiny policy's targets have 442368
+    monkeypatch.setattr("logra_core.train.make_engine", lambda cfg: None)
+    cfg = settings(policy, tmp_path, engine="vllm", engine_urls=["http://127.0.0.1:1", "http://other:8000"])
+    with pytest.raises(ConfigError, match="engine_urls: http://other:8000 .* 442,368 bytes.* 400,000.*127.0.0.1"):
+        Trainer(cfg)
 
 
 def test_the_score_sketch_controls_a_run(policy, tmp_path):
