@@ -7,11 +7,14 @@ path, so it imports nothing of the package, and nothing heavy at the top.
 Policies (each pinned by a test): one final \\boxed decides; no box, an unterminated last box, or a box in unfinished thinking is no
 answer. All parts of a multi-part answer are needed, in any order, and no more. `%`, `$`, degrees and trailing text units are dropped on
 both sides (28\\% is 28; 0.28 is not). Rational answers are compared exactly; the rest by math-verify, gold first, which takes a decimal
-for an irrational gold from 6 places on. Text golds (`\\text{Evelyn}`, `A`) are compared as text, never as products of letters.
+for an irrational gold from 6 places on. Text golds (`\\text{Evelyn}`, `A`) are compared as text, never as products of letters; so is an
+answer with a text that holds digits, am, pm or a scale (`6:30\\text{ PM}`, `10\\text{ million}`), which is no unit. White space never
+joins digits: `3 1/2` is a mixed number, `1 2` is nothing; the thin space of `11\\,111` does. Over LONGEST characters, an answer is wrong.
 """
 
 from __future__ import annotations
 
+import json
 import re
 from decimal import Decimal
 from fractions import Fraction
@@ -75,34 +78,53 @@ def number(answer: str) -> Decimal | None:
     return Decimal(text.replace(",", "")) if plain else None
 
 
+def same_number(answer: str, gold: str) -> bool:
+    return None is not number(gold) == number(answer)
+
+
 # ---------------------------------------------------------------- equality
 
+LONGEST = 2000  # characters of an answer, white space collapsed: several rules are quadratic, and run in the trainer's process
+
 _TEXT = r"\\(?:text|mbox|mathrm|textbf|mathbf|textit|rm|textrm)"
-_UNICODE = str.maketrans({"−": "-", "–": "-", "°": r"^\circ", "π": r"\pi ", "∞": r"\infty ", "∪": r"\cup ", "\xa0": " "})
+_SYMBOLS = {"−": "-", "–": "-", "°": r"^\circ", "π": r"\pi ", "∞": r"\infty ", "∪": r"\cup ", "∅": r"\emptyset ", "²": "^{2}", "³": "^{3}"}
+_UNICODE = str.maketrans({**_SYMBOLS, "\u2009": r"\,", "\u202f": r"\,"})
+_SIGN = r"\\(?!frac|sqrt|text|math|left|over|bar)[a-zA-Z]+"  # a command without arguments
 _REWRITES = [
     (re.compile(pattern), new)
     for pattern, new in [
         (r"^\\\((.*)\\\)$|^\\\[(.*)\\\]$", r"\1\2"),
         (r"\\(?:left|right|displaystyle|big|Big|bigl|bigr)(?![a-zA-Z])\.?", ""),
         (r"(?<!\\)\\!\s*", ""),
+        (r"(?<=\d)(?:\\,\s*|\{,\})(?=\d{3}(?!\d))", ""),
         (r"(?<!\\)(?:\\[,;: ]|~)", " "),
         (r"\\[dtc]frac(?![a-zA-Z])", r"\\frac"),
-        (r"\\?\$|\\?%|\s*\bpercent(?:age)?\b|\^\s*\{?\s*\\circ\s*\}?|\\degree", ""),
+        (r"\\?\$|\\?%|\s*\bpercent(?:age)?\b|\^\s*\{?\s*\\circ\s*\}?|\\degree", " "),
         (_TEXT + r"\{\s*,?\s*(and|or)\s*\}", r" \1 "),
-        (r"\\frac\s*(\d)", r"\\frac{\1}"),
-        (r"\\frac\s*(\{[^{}]*\})\s*(\w)", r"\\frac\1{\2}"),
-        (r"\\sqrt\s*(\w)", r"\\sqrt{\1}"),
+        (r"√\s*(?:\(([^()]*)\)|(\d+))", r"\\sqrt{\1\2}"),
+        (r"√", r"\\sqrt "),
+        (r"\\varnothing", r"\\emptyset"),
+        (r"\\frac\s*(\d|(?<=\s)[a-zA-Z]|" + _SIGN + ")", r"\\frac{\1}"),
+        (r"\\frac\s*(\{(?:[^{}]|\{[^{}]*\})*\})\s*(\w|" + _SIGN + ")", r"\\frac\1{\2}"),
+        (r"\\(sqrt|overline)\s*(\w)", r"\\\1{\2}"),
         (r"\s+", " "),
     ]
 ]
-_UNIT = re.compile(r"(?<=\S)\s*" + _TEXT + r"\{[^{}]*[A-Za-z°]{2}[^{}]*\}\s*(?:\^\s*\{?\d\}?)?$")
+_SCALE = r"(?i:\b[ap]\.?\s?m\b|thousand|[mbt]r?illion)"
+_WORDED = re.compile(_TEXT + r"\{(?=[^{}]*[A-Za-z]{2}|[^{}]*\b[ap]\.)(?=[^{}]*(?:(?<![A-Za-z^])\d|" + _SCALE + "))")  # more than a unit
+_UNIT = re.compile(rf"(?<=\S)\s*(?!{_WORDED.pattern})" + _TEXT + r"\{[^{}]*[A-Za-z°]{2}[^{}]*\}\s*(?:\^\s*\{?\d\}?)?$")
+_FORMULA = re.compile(_TEXT + r"\{(?![^{}]*[A-Za-z]{2}|[A-Z][+-]\})(?=[^{}]*[\d=+*/^<>-])([^{}]*)\}")  # in a text command, but no text
 _BRACKET = re.compile(r"\\begin\{[^{}]*\}|\\end\{[^{}]*\}|\\[{}]|[{}()\[\]]|\\.")
 _THOUSANDS = re.compile(r"(?<![\d,.])\d{1,3}(?:,\d{3})+(?![\d,])")
 _SPLIT = re.compile(r"\s*(?:[,;]\s*(?:and\b|or\b)?|\b(?:and|or)\b)\s*")
 
 
+def _collapse(text: str) -> str:
+    return " ".join(text.translate(_UNICODE).split())
+
+
 def _clean(text: str) -> str:
-    text = text.strip().translate(_UNICODE)
+    text = _collapse(text)
     for pattern, new in _REWRITES:
         text = pattern.sub(new, text)
     return text.strip().rstrip(". ")
@@ -136,7 +158,7 @@ def _parts(answer: str, join: bool = True) -> list[str]:
             cuts += [found.start(), found.end()]
     pieces = [text[a:b].strip() for a, b in zip(cuts[::2], cuts[1::2] + [len(text)])]
     parts: list[str] = []
-    for piece in (_UNIT.sub("", p).strip() for p in pieces):
+    for piece in (re.sub(f"^{_FORMULA.pattern}", r"\1", _UNIT.sub("", p)).strip() for p in pieces):
         plus_minus = re.search(r"\\pm(?![a-zA-Z])", piece)
         for pm, mp in [("+", "-"), ("-", "+")] if plus_minus else [("", "")]:
             signed = re.sub(r"\\mp(?![a-zA-Z])\s*", mp, re.sub(r"\\pm(?![a-zA-Z])\s*", pm, piece))
@@ -144,19 +166,28 @@ def _parts(answer: str, join: bool = True) -> list[str]:
     return parts
 
 
+def _tight(part: str) -> str:
+    """Without white space, but for that between digits, which keeps numbers apart."""
+    return re.sub(r"(?<![\d.])\s+|\s+(?![\d.])", "", part)
+
+
 def _key(part: str) -> str:
     """Spelling-free form for string equality."""
     part = re.sub(_TEXT + r"\{([^{}]*)\}", r"\1", part)
     part = re.sub(r"([_^])\{(\w)\}", r"\1\2", part)
-    return re.sub(r"(?<![\d.])\.(?=\d)", "0.", re.sub(r"\s+", "", part).lstrip("+"))
+    return re.sub(r"(?<![\d.])\.(?=\d)", "0.", _tight(part).lstrip("+"))
 
 
 def _rational(part: str) -> Fraction | None:
-    """Exact value of an integer, decimal, fraction or mixed number; None for anything else."""
-    text = re.sub(r"\s+", "", part) if len(part) <= 200 else ""
+    """Exact value of an integer, decimal (periodic too), fraction or mixed number; None for anything else."""
+    text = _tight(part) if len(part) <= 200 else ""
     if re.fullmatch(r"[+-]?(?:\d+\.?\d*|\.\d+)", text):
         return Fraction(text.rstrip("."))
-    found = re.fullmatch(r"([+-]?)(\d*)\\frac\{([+-]?\d+)\}\{([+-]?\d+)\}", text) or re.fullmatch(r"([+-]?)()(\d+)/(\d+)", text)
+    if found := re.fullmatch(r"([+-]?\d*)\.(\d*)\\(?:overline|bar)\{(\d+)\}", text):
+        sign, places = -1 if text[0] == "-" else 1, 10 ** len(found[2])
+        return Fraction(f"{found[1]}.{found[2]}0") + sign * Fraction(int(found[3]), places * (10 ** len(found[3]) - 1))
+    found = re.fullmatch(r"([+-]?)(\d*)\\frac\{([+-]?\d+)\}\{([+-]?\d+)\}", text)
+    found = found or re.fullmatch(r"([+-]?)(?:(\d+) )?(\d+)/(\d+)", text)
     if not found or int(found[4]) == 0 or (found[2] and "-" in found[3] + found[4]):
         return None
     return (-1 if found[1] == "-" else 1) * (int(found[2] or 0) + Fraction(int(found[3]), int(found[4])))
@@ -164,21 +195,24 @@ def _rational(part: str) -> Fraction | None:
 
 def _is_text(part: str) -> bool:
     """A gold to compare as text: \\text{...}, a choice letter, or up to four plain words, one of three letters on (or yes, no)."""
-    if re.fullmatch(_TEXT + r"\{[^{}]*[A-Za-z][^{}]*\}", part) or re.fullmatch(r"\(?[A-H]\)?|(?i:yes|no)", part):
+    if _WORDED.search(part) or re.fullmatch(_TEXT + r"\{[^{}]*[A-Za-z][^{}]*\}", part) or re.fullmatch(r"\(?[A-H]\)?|(?i:yes|no)", part):
         return True
     return bool(re.fullmatch(r"[A-Za-z'-]+(?: [A-Za-z'-]+){0,3}", part) and re.search(r"[A-Za-z]{3}", part))
 
 
 def _same_text(gold: str, answer: str) -> bool:
-    letters = [re.sub(r"[^a-z0-9]", "", _key(p).casefold()) for p in (gold, answer)]
-    return letters[0] == letters[1] != ""
+    """Equal letters, digits and operators; a hyphen within a word or beside one, as in x-axis, is layout."""
+    hyphen = r"(?<=[a-z]{2})-(?=[a-z])|(?<=[a-z])-(?=[a-z]{2})"
+    texts = [re.sub(hyphen, "", _key(p).casefold()) for p in (gold, answer)]
+    kept = [re.findall(r"[a-z0-9=+*/^<>-]|(?<=\d)[.:](?=\d)", text) for text in texts]
+    return kept[0] == kept[1] != []
 
 
 def _quick(gold: str, answer: str) -> bool | None:
     """Verdict on one part without sympy; None: sympy must decide."""
     if _key(gold) == _key(answer):
         return bool(_key(gold))
-    if _is_text(gold):
+    if _is_text(gold) or _WORDED.search(answer):
         return _same_text(gold, answer)
     values = _rational(gold), _rational(answer)
     if None not in values:
@@ -187,7 +221,7 @@ def _quick(gold: str, answer: str) -> bool | None:
     if all(bases) and bases[0][1] != bases[1][1]:
         return False
     # math-verify reads "1 2 4" as a sum: a bare list of numbers is no answer
-    return False if re.search(r"\d\s+[\d.]", answer) else None
+    return False if re.search(r"[\d.]\s+[\d.]", answer) else None
 
 
 def _matched(golds: list[str], answers: list[str], equal) -> bool | None:
@@ -205,6 +239,9 @@ def _matched(golds: list[str], answers: list[str], equal) -> bool | None:
 
 
 def _compare(gold: str, answer: str, equal) -> bool | None:
+    answer = _collapse(answer)
+    if len(answer) > LONGEST:
+        return False
     golds = _parts(gold)
     readings = [p for p in (_parts(answer), _parts(answer, join=False)) if len(p) == len(golds)]
     verdicts = [_matched(golds, p, equal) for p in readings]
@@ -218,7 +255,7 @@ def quick_equal(gold: str, answer: str) -> bool | None:
 
 def gold_parses_quickly(gold: str) -> bool:
     """True if every part of the gold is text or a rational number, so it needs no parser."""
-    return bool(_clean(gold)) and all(_is_text(p) or _rational(p) is not None for p in _parts(gold))
+    return 0 < len(_clean(gold)) <= LONGEST and all(_is_text(p) or _rational(p) is not None for p in _parts(gold))
 
 
 def _parse(part: str) -> list:
@@ -247,10 +284,24 @@ def math_job(gold: str, answer: str | None) -> str:
     from math_verify import verify
 
     parsed = [_parse(p) for p in _parts(gold) if not _is_text(p)]
-    return "correct" if all(p and verify(p, p, timeout_seconds=None) for p in parsed) else "wrong"
+    return "correct" if len(gold) <= LONGEST and all(p and verify(p, p, timeout_seconds=None) for p in parsed) else "wrong"
 
 
+# ---------------------------------------------------------------- reasoning-gym
+
+# Answers that are plain numbers: equal values are equal answers. Everything else graded here is compared as text.
+NUMERIC = frozenset(
+    "aiw basic_arithmetic binary_alternation chain_sum count_bits count_primes decimal_chain_sum gcd gsm_symbolic largest_island lcm "
+    "leg_counting letter_counting maze number_sequence products rotten_oranges simple_equations simple_geometry".split()
+)
 _DATASETS: dict = {}
+
+
+def oracle_answer(entry: dict) -> str | None:
+    names = ("possible_answer", "example_answer", "example_correct_answer")  # of datasets with many right answers
+    metadata, found = entry["metadata"], entry["answer"]
+    found = next((metadata[k] for k in names if k in metadata), None) if found is None else found
+    return found if found is None or isinstance(found, str) else json.dumps(found)
 
 
 def gym_job(name: str, options: dict, candidates: list[str], entry: dict) -> str:

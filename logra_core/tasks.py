@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import difflib
 import hashlib
-import json
 import os
 import random
 import re
@@ -22,20 +21,17 @@ from typing import Iterator, Protocol
 
 from tqdm.auto import tqdm
 
-from .answers import bare, boxed_answer, final_answer, gold_parses_quickly, number, quick_equal
+from .answers import NUMERIC, bare, boxed_answer, final_answer, gold_parses_quickly, oracle_answer, quick_equal, same_number
 from .config import ConfigError, TaskConfig
 from .grader_pool import GraderPool
 
 HELDOUT_SHARE = 4  # one question in four, by the hash of its text, is held out
 CHUNK = 64  # items per generated reasoning-gym dataset
 MAX_BARREN_CHUNKS = 40  # chunks in a row without a usable item before a dataset counts as exhausted
+SAMPLE = 6  # problems of a dataset that are graded at load
+DECOYS = ("banana", "0", "nan", "True", "6*4*1*1")  # wrong nearly everywhere; some scorers of reasoning-gym 0.1.25 pay them
 
-# Answers that are plain numbers: equal values are equal answers. Everything else graded here is compared as text.
-NUMERIC = frozenset(
-    "aiw basic_arithmetic binary_alternation chain_sum count_bits count_primes decimal_chain_sum gcd gsm_symbolic largest_island lcm "
-    "leg_counting letter_counting maze number_sequence products rotten_oranges simple_equations simple_geometry".split()
-)
-# Their questions follow Python's string hashing, so a new process would see other problems (measured on reasoning-gym 0.1.25).
+# The questions of these follow Python's string hashing, so a new process would see other problems (measured on reasoning-gym 0.1.25).
 HASH_DEPENDENT = frozenset("codeio isomorphic_strings list_functions polynomial_multiplication ransom_note".split())
 
 # DAPO-Math-17k wraps every question in instructions to end with "Answer: ..."; here a box decides, so they go.
@@ -135,18 +131,12 @@ class _TaskBase:
 # ---------------------------------------------------------------- reasoning-gym
 
 
-def _oracle(entry: dict) -> str | None:
-    names = ("possible_answer", "example_answer", "example_correct_answer")  # of datasets with many right answers
-    metadata, found = entry["metadata"], entry["answer"]
-    found = next((metadata[k] for k in names if k in metadata), None) if found is None else found
-    return found if found is None or isinstance(found, str) else json.dumps(found)
-
-
 class GymTask(_TaskBase):
     """reasoning-gym. Equal shares of the datasets named; graded exactly, or by a dataset's own scorer where that says 1 and not less.
 
     Datasets with the library's base scorer (which pays part for a wrong answer) and number tasks are compared here; own scorers, which may
-    evaluate what the model wrote, run in worker processes. Raises `ConfigError` for an unknown name or option, or an oracle that fails.
+    evaluate what the model wrote, run in worker processes. Raises `ConfigError` for an unknown name or option, an oracle that fails, or a
+    scorer that pays wrong answers.
     """
 
     kind = "gym"
@@ -184,11 +174,24 @@ class GymTask(_TaskBase):
 
     def _self_test(self) -> None:
         for j, name in enumerate(self.parts):
-            problems = list(islice(self._stream(j, ("self-test",), None), 4))
+            problems = list(islice(self._stream(j, ("self-test",), None), SAMPLE))
             answers = [p.answer for p in problems] + [f"<answer>\n{p.answer}</answer>" for p in problems]
             grades = self.grade(answers, problems * 2)
             if bad := [f"{a!r}: {g.status}" for a, g in zip(answers, grades) if not g.correct]:
                 raise ConfigError(f"TaskConfig.name = {self.name!r}: oracle answers of {name} are not graded correct: {'; '.join(bad[:3])}")
+            if name not in self._exact:
+                self._test_decoys(name, problems)
+
+    def _test_decoys(self, name: str, problems: list[Problem]) -> None:
+        """ConfigError if one and the same answer is paid for most of the problems, and is not the oracle's for most (as a Yes may be)."""
+        decoys = list(dict.fromkeys([*DECOYS, *(p.answer for p in problems)]))
+        grades = iter(self.grade([d for d in decoys for _ in problems], problems * len(decoys)))
+        for decoy in decoys:
+            paid = sum(next(grades).correct for _ in problems)
+            own = sum(decoy.casefold() == p.answer.casefold() or same_number(decoy, p.answer) for p in problems)
+            if paid > len(problems) / 2 >= own:
+                counts = f"{paid} of {len(problems)} problems, where it is the oracle's answer to {own}"
+                raise ConfigError(f"TaskConfig.name = {self.name!r}: the scorer of {name} pays one answer, {decoy!r}, for {counts}")
 
     def _stream(self, j: int, key: tuple, heldout: bool | None) -> Iterator[Problem]:
         """Problems of dataset j, endless, fixed by `key`; those held out, those not, or all (None). ConfigError when nothing comes."""
@@ -201,7 +204,7 @@ class GymTask(_TaskBase):
             chunk, barren = chunk + 1, barren + 1
             for i in range(CHUNK):
                 entry = data[i]
-                answer, held = _oracle(entry), _digest("held out", _question_key(entry["question"])) % HELDOUT_SHARE == 0
+                answer, held = oracle_answer(entry), _digest("held out", _question_key(entry["question"])) % HELDOUT_SHARE == 0
                 if answer and answer.strip() and heldout in (None, held):
                     yield self._problem(entry["question"], answer, name, dataset=name, entry=entry)
                     barren = 0
@@ -228,7 +231,7 @@ class GymTask(_TaskBase):
         if name not in self._exact:
             return name, self.options.get(name, {}), forms, problem.meta["entry"]
         gold = problem.answer.strip()
-        equal = gold in forms or (name in NUMERIC and None is not number(gold) == number(answer))
+        equal = gold in forms or (name in NUMERIC and same_number(answer, gold))
         return "correct" if equal else "wrong"
 
 

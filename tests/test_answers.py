@@ -20,7 +20,7 @@ import pytest
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 from logra_core import grader_pool  # noqa: E402
-from logra_core.answers import boxed_answer, math_equal, quick_equal  # noqa: E402
+from logra_core.answers import boxed_answer, gold_parses_quickly, math_equal, math_job, quick_equal  # noqa: E402
 from logra_core.config import TaskConfig  # noqa: E402
 from logra_core.grader_pool import GraderPool  # noqa: E402
 from logra_core.tasks import Problem, make_task  # noqa: E402
@@ -222,6 +222,50 @@ def test_equal_forms_of_numbers_and_units(math):
     assert all(quick_equal(g, a) for g, a in right), "these need no worker"
     wrong = [("0.0000672", "0.0000674"), ("1/3", "0.33"), ("12345678901234567890", "12345678901234567891"), (r"3+2\mathrm{i}", "3")]
     assert verdicts(math, wrong) == ["wrong"] * len(wrong)
+
+
+def test_mixed_numbers_and_no_digits_joined_across_white_space(math):
+    right = [("1.5", "1 1/2"), (r"1\frac{1}{2}", r"1\ 1/2"), ("3.5", "3~1/2"), ("-3.5", r"- 3\, 1 / 2"), ("3/2", r"1 \frac 12")]
+    right += [("1/2", "1 / 2"), ("11111", r"11\,111"), (r"1\,234\,567", "1,234,567"), ("1000", r"1{,}000"), ("1000", "1\u202f000")]
+    right += [(r"5.5\%", r"5\; 1/2 \%")]
+    wrong = [("5.5", "1 1/2"), ("15.5", "3 1/2"), ("31/2", r"3\ 1/2"), ("12", "1 2"), ("24", r"2\,4"), ("2.5", "2 .5"), ("2.5", "2. 5")]
+    wrong += [("12", "$1$$2$"), ("12345", r"1\,2345"), (r"\frac{12}{5}", r"\frac{1 2}{5}")]
+    assert verdicts(math, right) == ["correct"] * len(right)
+    assert verdicts(math, wrong) == ["wrong"] * len(wrong)
+    assert all(quick_equal(g, a) for g, a in right), "these need no worker"
+
+
+def test_long_answers_cost_nothing(math):
+    start = time.process_time()
+    blank = " " * 200_000  # quadratic, these would take minutes
+    assert quick_equal("5", f"1{blank}2") is False and quick_equal("5", f"{blank}5{blank}") is True and quick_equal("5", f"5~{blank}percent")
+    assert quick_equal("5", "5" + r"\ " * 100_000 + "percent") is False  # over the limit, though it would be right
+    assert time.process_time() - start < 5
+    over = "0" * 2000 + "1"
+    assert verdicts(math, [("1", over), (over, over), (over[1:], over[1:])]) == ["wrong", "wrong", "correct"]
+    assert math_equal("1", over) is False and math_job("1" * 2001, None) == "wrong" and not gold_parses_quickly("1" * 2001)
+
+
+def test_common_spellings(math):
+    right = [(r"\frac{\pi}{2}", r"\frac\pi2"), (r"\frac{1}{\pi}", r"\frac1\pi"), (r"\frac{x}{2}", r"\frac x2"), (r"\frac13", r"0.\overline{3}")]
+    right += [(r"\emptyset", r"\varnothing"), (r"\emptyset", "∅"), (r"\sqrt{2}", "√2"), (r"3\sqrt{12}", "3√12"), (r"\sqrt{x+1}", "√(x+1)")]
+    right += [("x^2+y^3", "x²+y³"), ("1024", r"2²\cdot 256"), (r"-\frac{7}{6}", r"-1.1\overline 6"), ("1", r".\bar{9}")]
+    right += [("12", "12 \\text{ cm}²"), (r"\frac{\sqrt{3}}{2}", r"\frac{√3}2"), (r"\frac{\sqrt{3}}{2}", r"\frac{\sqrt{3}}2")]
+    assert verdicts(math, right) == ["correct"] * len(right)
+    wrong = [(r"\sqrt{2}", "√3"), ("x^2", "x³"), (r"\frac13", r"0.\overline{33}4"), ("12", "1√2"), (r"\frac13", r"3\overline{3}")]
+    assert verdicts(math, wrong) == ["wrong"] * len(wrong)
+
+
+def test_text_that_says_more_than_a_unit_counts(math):
+    wrong = [(r"6:30\text{ PM}", r"6:30\text{ AM}"), (r"6:30\text{ p.m.}", "6:30"), (r"\text{6:30 PM}", r"\text{6:30 AM}"), (r"\text{x=-5}", "x=5")]
+    wrong += [(r"\text{3x+1}", "3x-1"), (r"10\text{ million}", "10"), ("10", r"10\text{ billion dollars}"), ("1", r"1\text{ no, it is 2}")]
+    wrong += [(r"\text{A}", r"\text{A-}"), (r"\text{2.5 apples each}", r"\text{25 apples each}"), (r"\text{Grade 9}", r"\text{Grade 8}")]
+    assert verdicts(math, wrong) == ["wrong"] * len(wrong)
+    right = [(r"6:30\text{ PM}", "6:30 p.m."), (r"\text{6:30 PM}", r"6:30 \text{ pm}"), (r"\text{x=-5}", "x = -5"), (r"\text{12}", "12")]
+    right += [(r"10\text{ million}", "10 million"), (r"\text{Grade 9}", "grade 9"), (r"\text{north-east}", "northeast"), ("-3", r"\text{-}3")]
+    right += [("12", r"12\text{ cm^2}"), ("12", r"12\text{ sq. cm}"), ("12", r"12\text{ cm2}"), (r"\text{x-axis}", "x axis")]
+    right += [(r"\text{A+}", "A+"), ("5", r"\mathbf{5}")]
+    assert verdicts(math, right) == ["correct"] * len(right)
 
 
 def _plain(answer):

@@ -126,6 +126,24 @@ def test_oracle_self_test_finds_a_scorer_that_refuses_its_own_answers(monkeypatc
         make_task(TaskConfig(name="gcd"))
 
 
+@pytest.mark.parametrize(
+    "name, decoy",
+    [("game_of_life_halting", "banana"), ("puzzle24", r"6\*4\*1\*1"), ("coin_flip", "0"), ("complex_arithmetic", "banana|nan|0|True")],
+)
+def test_self_test_finds_a_scorer_that_pays_wrong_answers(name, decoy):
+    with pytest.raises(ConfigError, match=f"scorer of {name} pays one answer, '({decoy})'"):
+        make_task(TaskConfig(name="gcd+" + name))
+
+
+def test_self_test_accepts_an_answer_that_is_right_for_most_problems(monkeypatch):
+    from reasoning_gym.games.countdown import CountdownDataset
+
+    make_task(TaskConfig(name="syllogism")).close()  # Yes or No
+    real = CountdownDataset.__getitem__
+    monkeypatch.setattr(CountdownDataset, "__getitem__", lambda self, i: real(self, 0))  # one question, one right answer
+    make_task(TaskConfig(name="countdown")).close()
+
+
 def test_messages_and_instruction():
     task = make_task(TaskConfig(system_prompt="Be brief.", instruction="Answer with a number only.", options=TWO_TERMS))
     p = task.train(0, 1, 0)[0]
@@ -193,7 +211,7 @@ def test_fault_13_partial_credit_never_pays():
 
 
 def test_fault_14_scorers_that_raise_are_counted_and_the_rest_goes_on():
-    task = make_task(TaskConfig(name="prime_factorization+game_of_life+puzzle24"))
+    task = make_task(TaskConfig(name="prime_factorization+game_of_life+countdown"))
     a, b, c = task.train(0, 3, 0)
     grades = task.grade(["garbage", "{}", "(((", a.answer, b.answer, c.answer], [a, b, c, a, b, c])
     assert [g.status for g in grades[:2]] == ["grader_error"] * 2 and not grades[2].correct
