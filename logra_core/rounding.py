@@ -93,5 +93,5 @@ def add_on_grid(y: torch.Tensor, change: torch.Tensor, scale: float, generator: 
     for part, y_part, change_part in zip(*(t.reshape(-1).split(PART) for t in (made, y, change)), strict=True):
         bits = torch.randint(2**16, y_part.shape, dtype=torch.int32, device=y.device, generator=generator)
         values = y_part.float().add_(change_part, alpha=scale)
-        part.copy_(_cut(values, bits.mul_(torch.isfinite(values))))  # a carry would make a number of a GPU's NaN
+        part.copy_(_cut(values, bits.mul_(values == values)))  # a carry would make a number of a GPU's NaN
     return made
