@@ -50,7 +50,7 @@ class KLControlCallback(TrainerCallback):
         self.history: list[dict[str, Any]] = []
         self._rows: list[tuple[torch.Tensor, ...]] = []  # (ids, attention, response), each [T], of the batch at hand
         self._hook = None
-        logra.register_state_dict_pre_hook(lambda logra: logra.param_groups[0].update({SAVED: self.controller.state_dict()}))
+        logra.register_state_dict_post_hook(lambda logra, made: made["param_groups"][0].update({SAVED: self.controller.state_dict()}))
 
     def on_train_begin(self, args, state, control, optimizer=None, **kwargs) -> None:
         inner = getattr(optimizer, "optimizer", optimizer)  # accelerate wraps it

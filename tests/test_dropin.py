@@ -218,6 +218,7 @@ def test_the_mismatch_that_was_observed_comes_back_with_the_optimizer(tmp_path):
 
         trainer.add_callback(Feed())
         trainer.train(**resume)
+        assert "kl_control" not in logra.param_groups[0]  # a later train() would go back to it
         return state(logra), control.history[-2:]
 
     whole, ours = run(0)
