@@ -83,6 +83,11 @@ def _cut(values: torch.Tensor, bits: torch.Tensor) -> torch.Tensor:
     return bits.add_(values.view(torch.int32)).bitwise_right_shift_(16).to(torch.int16).view(torch.bfloat16)
 
 
+def _cut_or_nan(values: torch.Tensor, bits: torch.Tensor) -> torch.Tensor:
+    """As `_cut`, for values that may be NaN: a carry would make a number of a GPU's, which has all bits set."""
+    return _cut(values, bits.mul_(values == values))
+
+
 def add_on_grid(y: torch.Tensor, change: torch.Tensor, scale: float, generator: torch.Generator) -> torch.Tensor:
     """y + scale · change in bf16, rounded up or down by chance: right in the mean. Both bf16, of one shape [..., D]; the result is new.
 
@@ -93,5 +98,5 @@ def add_on_grid(y: torch.Tensor, change: torch.Tensor, scale: float, generator: 
     for part, y_part, change_part in zip(*(t.reshape(-1).split(PART) for t in (made, y, change)), strict=True):
         bits = torch.randint(2**16, y_part.shape, dtype=torch.int32, device=y.device, generator=generator)
         values = y_part.float().add_(change_part, alpha=scale)
-        part.copy_(_cut(values, bits.mul_(values == values)))  # a carry would make a number of a GPU's NaN
+        part.copy_(_cut_or_nan(values, bits))
     return made
