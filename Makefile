@@ -99,7 +99,7 @@ browser:
 # ---------------------------------------------------------------- use
 
 run: $(VENV)/.installed
-	@status=0; LOGRA_FIGURES=$(LOCAL)/make-run/figures $(PY) -m logra_core.nbrun notebooks/07_ppo_cpu.ipynb -o $(LOCAL)/make-run \
+	@status=0; LOGRA_FIGURES=$(LOCAL)/make-run/figures $(PY) -m logra_core.lab.nbrun notebooks/07_ppo_cpu.ipynb -o $(LOCAL)/make-run \
 	  -p updates $(UPDATES) $(ARGS) --show || status=$$?; \
 	echo; echo "executed notebook: data/runs/local/make-run/07_ppo_cpu.ipynb"; echo "figures:           data/runs/local/make-run/figures/"; \
 	exit $$status
@@ -108,10 +108,10 @@ lab: $(VENV)/.installed
 	@$(PY) -m jupyterlab --ServerApp.root_dir=$(CURDIR) --LabApp.default_url=/lab/tree/notebooks $$([ "$$(id -u)" != 0 ] || echo --allow-root) $(ARGS)
 
 notebooks: $(VENV)/.installed-compare vllm
-	@LOGRA_FIGURES=$(LOCAL)/notebooks/figures $(PY) -m logra_core.nbrun --all -o $(LOCAL)/notebooks $(if $(PARAMS),-f $(PARAMS)) $(ARGS)
+	@LOGRA_FIGURES=$(LOCAL)/notebooks/figures $(PY) -m logra_core.lab.nbrun --all -o $(LOCAL)/notebooks $(if $(PARAMS),-f $(PARAMS)) $(ARGS)
 
 study: $(VENV)/.installed-compare
-	@$(PY) -m logra_core.study data/study.yaml --jobs $(JOBS) $(ARGS)
+	@$(PY) -m logra_core.lab.study data/study.yaml --jobs $(JOBS) $(ARGS)
 
 test: $(VENV)/.installed-test vllm browser
 	@export LOGRA_FIGURES=$(LOCAL)/test-figures; units=passed; books=passed; \

@@ -7,23 +7,11 @@
     rollout.sync(logra.apply(update, alpha).to_bytes())   # merge here, send, merge there
 """
 
-from .config import (
-    ConfigError,
-    DenseConfig,
-    KLConfig,
-    OptimConfig,
-    PPOConfig,
-    SamplingConfig,
-    SketchConfig,
-    TaskConfig,
-    TrainConfig,
-)
 from .kl import ProbeBatch, StepController, exact_kl, predict_q
-from .optim import LoGRA, MissingSketchError, NonFiniteError, row_adam, sgd
-from .policy import embedded_policy, load_policy
+from .optim import LoGRA, MissingSketchError, row_adam, sgd
 from .projection import ProjectionSpec, make_projection
-from .shapes import target_table
-from .sketch import attach, detach
+from .settings import ConfigError, KLConfig, NonFiniteError, OptimConfig, SketchConfig
+from .sketch import attach, detach, target_table
 from .sync import Replica, SketchUpdate, SyncError, full_state_bytes
 from .weights import Weights
 
@@ -31,30 +19,23 @@ __version__ = "0.1.0"
 
 __all__ = [
     "ConfigError",
-    "DenseConfig",
     "KLConfig",
     "LoGRA",
     "MissingSketchError",
     "NonFiniteError",
     "OptimConfig",
-    "PPOConfig",
     "ProbeBatch",
     "ProjectionSpec",
     "Replica",
-    "SamplingConfig",
     "SketchConfig",
     "SketchUpdate",
     "StepController",
     "SyncError",
-    "TaskConfig",
-    "TrainConfig",
     "Weights",
     "attach",
     "detach",
-    "embedded_policy",
     "exact_kl",
     "full_state_bytes",
-    "load_policy",
     "make_projection",
     "predict_q",
     "row_adam",

@@ -17,12 +17,11 @@ import torch
 import torch.autograd.forward_ad as fw
 from torch import nn
 
-from .blockwise import INSTEAD
-from .config import ConfigError, KLConfig
-from .forward_mode import forward_mode
+from .forward_mode import INSTEAD, forward_mode
 from .optim import NonFiniteError
 from .projection import canonical_name
-from .rounding import add_on_grid
+from .settings import ConfigError, KLConfig
+from .variants.rounding import add_on_grid
 
 TRIES = 4  # probe steps of one finite difference with a target
 CHUNK = 512  # contexts whose full-vocabulary distributions are held in float64 at a time
@@ -147,7 +146,7 @@ def q_finite_difference(model: nn.Module, update: Proposal, probe: ProbeBatch, s
 def q_jvp(model: nn.Module, update: Proposal, probe: ProbeBatch, temperature: float = 1.0) -> float:
     """q by one forward-mode pass: every target adds −(x Vᵀ) Uᵀ to its output's tangent; a sketched update needs no [D, K] tangent.
 
-    Attention goes by blocks (blockwise.py), whichever kernel the model is loaded with: memory grows as the length, not as its square.
+    Attention goes by blocks (forward_mode.py), whichever kernel the model is loaded with: memory grows as the length, not as its square.
     Raises:
         RuntimeError: an operation of the model has no forward-mode rule. ConfigError: its attention is of a kind without one.
     """
@@ -177,7 +176,7 @@ def predict_q(model: nn.Module, update: Proposal, probe: ProbeBatch, config: KLC
     if config.estimator == "jvp":
         q = q_jvp(model, update, probe, config.temperature)
     elif config.estimator == "score_sketch":
-        from .kl_score import q_score_sketch  # it builds on this file
+        from .variants.score import q_score_sketch  # it builds on this file
 
         q = q_score_sketch(model, update, probe, config.score_samples, config.temperature)
     else:

@@ -13,12 +13,12 @@ from contextlib import AbstractContextManager
 import torch
 from torch import nn
 
-from .activation import observe
-from .config import ConfigError, NonFiniteError, OptimConfig, SketchConfig, check_momentum, to_dict
-from .orthogonal import orthogonal
 from .projection import PackedProjection, ProjectionSpec
+from .settings import ConfigError, NonFiniteError, OptimConfig, SketchConfig, check_momentum, to_dict
 from .sketch import Target, attach, detach, select_targets
 from .sync import SketchUpdate
+from .variants.activation import observe
+from .variants.orthogonal import orthogonal
 from .weights import RoundedWeights, Weights, only_bfloat16
 
 TINY = torch.finfo(torch.float32).tiny

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 import xxhash
 
-from .config import DISTRIBUTIONS, ConfigError
+from .settings import DISTRIBUTIONS, ConfigError
 
 WRAPPER_PARTS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
 RECIPE = "logra-projection-1"  # part of the seed: a changed recipe must change every A

@@ -17,9 +17,9 @@ import torch
 from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from .allocation import layer_ranks
-from .config import ConfigError, SketchConfig
 from .projection import NEEDS_WIDTH, PackedProjection, ProjectionSpec, canonical_name, input_name, make_projection
+from .settings import ConfigError, SketchConfig
+from .variants.allocation import layer_ranks
 
 SKETCH = "logra_sketch"
 PLAIN = (torch.float64, torch.float32, torch.bfloat16, torch.float16)  # dtypes of weights that a layer multiplies with as they are
@@ -244,7 +244,7 @@ def attach(model: nn.Module, config: SketchConfig, wire_dtype: torch.dtype = tor
     ranks = layer_ranks(config, layers)
     specs = {n: ProjectionSpec(config.seed, 0, rank, config.distribution, config.share_inputs) for n, rank in ranks.items()}
     if config.kind == "two_sided":
-        from .two_sided import TwoSidedTarget  # it builds on this file
+        from .variants.two_sided import TwoSidedTarget  # it builds on this file
 
         targets = {n: TwoSidedTarget(n, m, specs[n], dataclasses.replace(config, rank=ranks[n])) for n, m in layers.items()}
     else:
@@ -259,7 +259,7 @@ def attach(model: nn.Module, config: SketchConfig, wire_dtype: torch.dtype = tor
         if config.share_inputs:
             members[0].products = WeakTensorKeyDictionary()
         if config.projection == "activation":
-            from .activation import RangeFinder
+            from .variants.activation import RangeFinder
 
             members[0].finder = RangeFinder(members[0].spec, members[0].name, members[0].width, config.complement, wire_dtype, config.drop_leading)
         for target in members:
@@ -341,3 +341,19 @@ def _require_grad_of_embeddings(model: nn.Module):
             output.requires_grad_(True)
 
     return embeddings.register_forward_hook(require_grad)
+
+
+def target_table(targets: dict[str, Target]) -> str:
+    """What was chosen, a line a kind of layer: name, how many, D x K, weight and sketch parameters."""
+    kinds: dict[tuple, list[Target]] = {}
+    for target in targets.values():
+        key = (target.name.rpartition(".")[2], target.module.out_features, target.width)
+        kinds.setdefault(key, []).append(target)
+    rows = [f"{'layer':<12}{'count':>6}{'D x K':>16}{'weights':>15}{'sketch':>13}"]
+    for (kind, d, k), members in kinds.items():
+        count = len(members)
+        rows.append(f"{kind:<12}{count:>6}{f'{d} x {k}':>16}{count * d * k:>15,}{sum(t.sketch.numel() for t in members):>13,}")
+    weights = sum(t.module.out_features * t.width for t in targets.values())
+    sketch = sum(t.sketch.numel() for t in targets.values())
+    rows.append(f"{'all':<12}{len(targets):>6}{'':>16}{weights:>15,}{sketch:>13,}")
+    return "\n".join(rows)

@@ -19,10 +19,10 @@ from safetensors.torch import load as load_safetensors
 from safetensors.torch import save as save_safetensors
 from torch import nn
 
-from .config import ConfigError
 from .projection import ProjectionSpec, at_rank, make_projection, projection_digest
-from .rounding import Rounding
+from .settings import ConfigError
 from .sketch import select_targets
+from .variants.rounding import Rounding
 from .weights import Masters, RoundedWeights, Weights
 
 # The second is of bf16 weights without masters: whoever knows only the first refuses it.

@@ -13,8 +13,8 @@ import torch
 import xxhash
 from torch import nn
 
-from .config import ConfigError
-from .rounding import TINY, Rounding, stochastic_round
+from .settings import ConfigError
+from .variants.rounding import TINY, Rounding, stochastic_round
 
 
 class Masters:

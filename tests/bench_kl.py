@@ -17,12 +17,13 @@ from unittest.mock import patch
 
 import torch
 
-from logra_core import LoGRA, OptimConfig, ProbeBatch, SamplingConfig, SketchConfig, load_policy
+from logra_core import LoGRA, OptimConfig, ProbeBatch, SketchConfig
+from logra_core.engines.policy import load_policy
+from logra_core.engines.rollout import SamplingConfig, TransformersRollout
 from logra_core.kl import _context_logits, _probing, q_finite_difference, q_jvp
-from logra_core.kl_score import q_score_sketch
-from logra_core.ppo import sequence_logprobs
-from logra_core.rollout import TransformersRollout
-from logra_core.runlog import RunLog
+from logra_core.rl.ppo import sequence_logprobs
+from logra_core.rl.runlog import RunLog
+from logra_core.variants.score import q_score_sketch
 
 SAMPLES, FD_KL, BF16_KL = (1, 4, 16), (1e-5, 1e-4, 1e-3), 0.03
 

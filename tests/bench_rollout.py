@@ -16,10 +16,11 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
 import torch
 
-from logra_core import SamplingConfig, SketchConfig, load_policy
-from logra_core.rollout import TransformersRollout
-from logra_core.rollout_vllm import VLLMRollout
-from logra_core.runlog import RunLog
+from logra_core import SketchConfig
+from logra_core.engines.policy import load_policy
+from logra_core.engines.rollout import SamplingConfig, TransformersRollout
+from logra_core.engines.vllm_local import VLLMRollout
+from logra_core.rl.runlog import RunLog
 
 
 def main() -> None:

@@ -15,10 +15,11 @@ import time
 
 import torch
 
-from logra_core import LoGRA, OptimConfig, ProbeBatch, ProjectionSpec, SketchConfig, exact_kl, full_state_bytes, load_policy, make_projection
+from logra_core import LoGRA, OptimConfig, ProbeBatch, ProjectionSpec, SketchConfig, exact_kl, full_state_bytes, make_projection
+from logra_core.engines.policy import load_policy
 from logra_core.kl import q_jvp
-from logra_core.rounding import Rounding, stochastic_round
 from logra_core.sketch import select_targets
+from logra_core.variants.rounding import Rounding, stochastic_round
 
 failed: list[str] = []
 
@@ -103,7 +104,7 @@ def step_costs(model, ids: torch.Tensor, rank: int, device: torch.device) -> Non
 
 
 def served(logra: LoGRA, ids: torch.Tensor, path: str | None) -> None:
-    from logra_core.rollout_vllm import VLLMRollout
+    from logra_core.engines.vllm_local import VLLMRollout
 
     engine = VLLMRollout(path, max_model_len=1024, gpu_memory_utilization=0.4)
     engine.resync(full_state_bytes(logra.weights, logra.run_id, logra.version))

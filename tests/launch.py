@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 SERVER = multiprocessing.get_context("forkserver")
-SERVER.set_forkserver_preload(["logra_core.train_distributed", "reasoning_gym", "transformers.models.llama.modeling_llama"])
+SERVER.set_forkserver_preload(["logra_core.rl.distributed", "reasoning_gym", "transformers.models.llama.modeling_llama"])
 LIMIT = 240  # seconds for any launch
 
 

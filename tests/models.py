@@ -8,8 +8,8 @@ import functools
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from logra_core import ProbeBatch, load_policy
-
+from logra_core import ProbeBatch
+from logra_core.engines.policy import load_policy
 
 # Every switch of SketchConfig beyond the published method; tests of exactness, sync, resume and faults run over all of them.
 SWITCHES = {

@@ -7,8 +7,11 @@ import os
 import sys
 import time
 
-from logra_core import checkpoint, rollout, runlog, train
-from logra_core.methods import LograMethod
+from logra_core.engines import rollout
+from logra_core.rl import checkpoint, runlog
+from logra_core.rl import trainer as train
+from logra_core.rl.methods import LograMethod
+from logra_core.rl.train import main as main_of_train
 
 MARKER = ""
 
@@ -65,7 +68,7 @@ def main(phase: str, marker: str, config: str) -> None:
     global MARKER
     MARKER = marker
     PHASES[phase]()
-    raise SystemExit(train.main([config]))
+    raise SystemExit(main_of_train([config]))
 
 
 if __name__ == "__main__":

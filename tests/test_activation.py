@@ -6,8 +6,8 @@ from models import policy_loss, random_ids, score, tiny_llama
 from torch import nn
 
 from logra_core import ConfigError, LoGRA, NonFiniteError, OptimConfig, ProjectionSpec, Replica, SketchConfig, SketchUpdate, make_projection
-from logra_core.activation import RangeFinder, leading_rows
 from logra_core.projection import random_signs, stream_of
+from logra_core.variants.activation import RangeFinder, leading_rows
 
 IDS = random_ids(4, 10, 96)
 SPEC = ProjectionSpec(3, 2, 6, "rademacher")

@@ -9,9 +9,9 @@ import torch
 from models import policy_loss, random_ids, score, tiny_llama
 
 from logra_core import ConfigError, LoGRA, OptimConfig, Replica, SketchConfig, SketchUpdate, SyncError, target_table
-from logra_core.allocation import allocate_ranks, layer_ranks
 from logra_core.sketch import select_targets
-from logra_core.two_sided import accumulated, sizes
+from logra_core.variants.allocation import allocate_ranks, layer_ranks
+from logra_core.variants.two_sided import accumulated, sizes
 
 NAMES = [f"model.layers.{i}.{n}" for i in (0, 1, 10) for n in ("self_attn.q_proj", "mlp.up_proj", "mlp.down_proj")]
 RANKS = {"down_proj": 7, "layers.1": 2, "layers.2.self_attn.k_proj": 1}

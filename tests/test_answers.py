@@ -19,11 +19,11 @@ import pytest
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 
-from logra_core import grader_pool  # noqa: E402
-from logra_core.answers import boxed_answer, gold_parses_quickly, math_equal, math_job, quick_equal  # noqa: E402
-from logra_core.config import TaskConfig  # noqa: E402
-from logra_core.grader_pool import GraderPool  # noqa: E402
-from logra_core.tasks import Problem, make_task  # noqa: E402
+from logra_core.rl import grader_pool  # noqa: E402
+from logra_core.rl.answers import boxed_answer, gold_parses_quickly, math_equal, math_job, quick_equal  # noqa: E402
+from logra_core.rl.grader_pool import GraderPool  # noqa: E402
+from logra_core.rl.settings import TaskConfig  # noqa: E402
+from logra_core.rl.tasks import Problem, make_task  # noqa: E402
 
 ROOT = Path(__file__).resolve().parent.parent
 HOSTILE = [r"10^{10^{10}}", r"9^{9^{9^{9}}}", r"(1+1)^{10000000000}", r"\frac{1}{20000000!}"] * 4
@@ -104,7 +104,7 @@ def test_memory_of_an_answer_is_bounded():
 def test_workers_leave_with_a_killed_parent(tmp_path):
     code = """
 import os, sys, threading, time
-from logra_core.grader_pool import GraderPool
+from logra_core.rl.grader_pool import GraderPool
 pool = GraderPool("math", seconds=600.0)
 pool.run([("a", "b")])
 threading.Thread(target=pool.run, args=([("3", r"9^{9^{9^{9}}}")],), daemon=True).start()

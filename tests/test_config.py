@@ -4,7 +4,9 @@ import json
 
 import pytest
 
-from logra_core.config import ConfigError, DenseConfig, KLConfig, OptimConfig, PPOConfig, SamplingConfig, SketchConfig, TaskConfig, TrainConfig, from_dict, to_dict
+from logra_core.engines.rollout import SamplingConfig
+from logra_core.rl.settings import DenseConfig, PPOConfig, TaskConfig, TrainConfig
+from logra_core.settings import ConfigError, KLConfig, OptimConfig, SketchConfig, from_dict, to_dict
 
 BAD = [
     (SketchConfig, "rank", 0, ">= 1"),

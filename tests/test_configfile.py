@@ -2,8 +2,8 @@
 
 import pytest
 
-from logra_core.config import ConfigError
-from logra_core.configfile import load_config
+from logra_core.rl.configfile import load_config
+from logra_core.settings import ConfigError
 
 BAD = [
     ("sketch: {rank: 8}\nseed: 1\nsketch: {distribution: gaussian}\n", "given twice: sketch"),

@@ -23,13 +23,14 @@ from models import SWITCHES, policy_loss, probe_batch, random_ids, real_llm, sco
 from test_train import exact, first_digit, settings
 from tiny import tiny_policy
 
-from logra_core import ConfigError, KLConfig, LoGRA, NonFiniteError, OptimConfig, Replica, SketchConfig, checkpoint, full_state_bytes, kl, optim
-from logra_core.distributed import ShardedLoGRA, SharedProbe, decoder_blocks, shard
-from logra_core.ranks import Ranks, outside_launch, rows_of, spare_devices
-from logra_core.runlog import read_log
-from logra_core.train import Trainer
-from logra_core.train import main as train_main
-from logra_core.train_distributed import DistributedTrainer
+from logra_core import ConfigError, KLConfig, LoGRA, NonFiniteError, OptimConfig, Replica, SketchConfig, full_state_bytes, kl, optim
+from logra_core.parallel.distributed import ShardedLoGRA, SharedProbe, decoder_blocks, shard
+from logra_core.parallel.ranks import Ranks, outside_launch, rows_of, spare_devices
+from logra_core.rl import checkpoint
+from logra_core.rl.distributed import DistributedTrainer
+from logra_core.rl.runlog import read_log
+from logra_core.rl.train import main as train_main
+from logra_core.rl.trainer import Trainer
 from logra_core.weights import canonical, weight_fingerprint
 
 TOLERANCE = 1e-6  # relative, of norms; measured: up to 4e-7 on sketches, 3e-8 on weights
@@ -509,7 +510,7 @@ def test_torchrun_is_the_whole_launch(policy, tmp_path):
     path.write_text(json.dumps(asdict(cfg)))
     environment = os.environ | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).resolve().parents[1])}
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(free_port())]
-    done = subprocess.run([*torchrun, "-m", "logra_core.train", str(path)], env=environment, capture_output=True, text=True, timeout=200)
+    done = subprocess.run([*torchrun, "-m", "logra_core.rl.train", str(path)], env=environment, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.count("after 1 updates") == 1
     assert [r["kind"] for r in read_log(tmp_path / "run" / "log.jsonl")[1]] == ["eval", "update", "eval", "end"]

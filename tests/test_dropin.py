@@ -21,10 +21,12 @@ from transformers import Trainer, TrainerCallback, TrainingArguments  # noqa: E4
 from trl import GRPOConfig, GRPOTrainer  # noqa: E402
 from trl.trainer.utils import add_fused_lm_head  # noqa: E402
 
-from logra_core import ConfigError, KLConfig, LoGRA, NonFiniteError, OptimConfig, SketchConfig, TaskConfig, reference  # noqa: E402
-from logra_core.answers import final_answer, number  # noqa: E402
-from logra_core.kl_callback import KLControlCallback  # noqa: E402
-from logra_core.tasks import make_task  # noqa: E402
+from logra_core import ConfigError, KLConfig, LoGRA, NonFiniteError, OptimConfig, SketchConfig  # noqa: E402
+from logra_core.integrations.trl import KLControlCallback  # noqa: E402
+from logra_core.lab import reference  # noqa: E402
+from logra_core.rl.answers import final_answer, number  # noqa: E402
+from logra_core.rl.settings import TaskConfig  # noqa: E402
+from logra_core.rl.tasks import make_task  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
 QUIET = dict(use_cpu=True, report_to="none", disable_tqdm=True, logging_steps=1, seed=0)
@@ -399,5 +401,5 @@ def test_without_trl_these_tests_fail_in_ci(ci):
 def test_importing_the_package_needs_no_trainer():
     """Neither TRL nor accelerate; the callback needs transformers only."""
     code = "import sys; sys.modules |= dict.fromkeys(('trl', 'peft', 'datasets')); import logra_core; assert 'accelerate' not in sys.modules"
-    code += "; assert 'transformers.trainer_callback' not in sys.modules; import logra_core.kl_callback"
+    code += "; assert 'transformers.trainer_callback' not in sys.modules; import logra_core.integrations.trl"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).resolve().parents[1])

@@ -41,7 +41,7 @@ FLAGS = [
 
 GENERATED = [
     "import time\nfrom tqdm.auto import tqdm\nfor _ in tqdm(range(20), desc='steps'):\n    time.sleep(0.02)",
-    "import numpy as np\nfrom matplotlib import pyplot as plt\nfrom logra_core.runlog import theme\ntheme()",
+    "import numpy as np\nfrom matplotlib import pyplot as plt\nfrom logra_core.lab.figures import theme\ntheme()",
     "for i in range(3):\n    plt.plot(np.linspace(0, 1, 9), np.linspace(0, i, 9), label=str(i))\nplt.title('three lines')\nplt.show()",
     "print('printed', np.arange(3).sum())",
 ]

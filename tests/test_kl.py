@@ -9,8 +9,9 @@ import torch
 from models import half_training, policy_loss, probe_batch, random_ids, real_llm, tiny_llama
 from torch import nn
 
-from logra_core import ConfigError, KLConfig, LoGRA, NonFiniteError, OptimConfig, ProbeBatch, SketchConfig, StepController, exact_kl, predict_q, reference
+from logra_core import ConfigError, KLConfig, LoGRA, NonFiniteError, OptimConfig, ProbeBatch, SketchConfig, StepController, exact_kl, predict_q
 from logra_core.kl import TRIES, budget_at, kl_divergence, logit_variance, q_finite_difference, q_jvp, vocabulary
+from logra_core.lab import reference
 from logra_core.sync import Weights
 
 

@@ -9,8 +9,8 @@ from torch import nn
 
 from logra_core import ConfigError, KLConfig, LoGRA, NonFiniteError, OptimConfig, ProbeBatch, SketchConfig, StepController, predict_q
 from logra_core.kl import _context_logits, _probing, q_jvp
-from logra_core.kl_score import _tapped, _uniforms, draw_tokens, q_score_sketch, scores
 from logra_core.sketch import paused
+from logra_core.variants.score import _tapped, _uniforms, draw_tokens, q_score_sketch, scores
 
 IDS = random_ids(3, 12, 96)
 

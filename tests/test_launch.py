@@ -19,11 +19,10 @@ from test_train import HELD_OUT, LONG, SHORT, exact, questions, settings
 from tiny import tiny_policy
 
 from logra_core import ConfigError
-from logra_core.config import TrainConfig
-from logra_core.launch import Guarded, LaunchConfig, LaunchError, Servers, state, train
-from logra_core.resume import config_digest
-from logra_core.runlog import RunLog, read_log
-from logra_core.train import Trainer
+from logra_core.planning.launch import Guarded, LaunchConfig, LaunchError, Servers, state, train
+from logra_core.rl.runlog import RunLog, read_log
+from logra_core.rl.settings import TrainConfig
+from logra_core.rl.trainer import Trainer, config_digest
 
 ROOT = Path(__file__).resolve().parents[1]
 RECIPES = {"11_ppo_h100_math": "ci_math.yaml", "12_ppo_h100_27b": "ci_gym.yaml"}
@@ -42,7 +41,7 @@ time.sleep(300)
 STARTER = """
 import sys, time
 from pathlib import Path
-from logra_core.launch import Guarded
+from logra_core.planning.launch import Guarded
 held = Guarded([sys.executable, "-c", sys.argv[1]], Path(sys.argv[2]), grace=1.0)
 time.sleep(300)
 """
@@ -154,7 +153,7 @@ def test_an_interrupt_ends_every_process(tmp_path):
     before, pids = children(), []
 
     def interrupt(seed, row):
-        pids.extend(pid for pid, words in children().items() if pid not in before and "logra_core.train" in words)
+        pids.extend(pid for pid, words in children().items() if pid not in before and "logra_core.rl.train" in words)
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
@@ -225,7 +224,7 @@ def test_a_bad_launch_is_refused_by_name(settings, needle):
 def test_commands_name_servers_devices_and_folders(tmp_path):
     launch = LaunchConfig(recipe_of(tmp_path), ranks=4, servers=2, train_devices=[0, 1, 2, 3], rollout_devices=[4, 5])
     words = launch.command(7, ["http://127.0.0.1:1", "http://127.0.0.1:2"])
-    assert words[1:5] == ["-m", "torch.distributed.run", "--nproc-per-node", "4"] and words[-7:-5] == ["logra_core.train", launch.recipe]
+    assert words[1:5] == ["-m", "torch.distributed.run", "--nproc-per-node", "4"] and words[-7:-5] == ["logra_core.rl.train", launch.recipe]
     assert words[-5:] == [
         "seed=7", "sketch.seed=7", f"out={tmp_path}/run/seed7", "engine=vllm", "engine_urls=[http://127.0.0.1:1, http://127.0.0.1:2]",
     ]  # fmt: skip
@@ -256,7 +255,7 @@ def test_a_server_that_fails_or_is_slow_is_reported_and_ended(tmp_path):
 
 def nbrun(notebook: str, out: Path, log: Path, updates: int) -> subprocess.Popen:
     given = {"out": out, "updates": updates, "recipe": ROOT / "data" / "recipes" / RECIPES[notebook]}
-    words = [sys.executable, "-m", "logra_core.nbrun", str(ROOT / "notebooks" / f"{notebook}.ipynb"), "-o", str(log.parent / "executed")]
+    words = [sys.executable, "-m", "logra_core.lab.nbrun", str(ROOT / "notebooks" / f"{notebook}.ipynb"), "-o", str(log.parent / "executed")]
     words += [w for name, value in given.items() for w in ("-p", name, str(value))]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "LOGRA_FIGURES": str(log.parent), "OMP_NUM_THREADS": "1"}
     return subprocess.Popen(words, env=environment, stdout=log.open("ab"), stderr=subprocess.STDOUT, start_new_session=True, cwd=log.parent)
@@ -273,7 +272,7 @@ def killed_in_update_2(process: subprocess.Popen, checkpoints: Path, log: Path) 
         until(saved, LIMIT, "checkpoint of update 1")
         tree = psutil.Process(process.pid).children(recursive=True)
         names = {p.pid: " ".join(p.cmdline()) for p in tree}
-        for part, least in (("ipykernel_launcher", 1), ("guard.py", 2), ("vllm.entrypoints", 2), ("logra_core.train", 4)):
+        for part, least in (("ipykernel_launcher", 1), ("guard.py", 2), ("vllm.entrypoints", 2), ("logra_core.rl.train", 4)):
             assert sum(part in n for n in names.values()) >= least, names
     finally:
         kernels = psutil.Process(process.pid).children() if process.poll() is None else []

@@ -7,10 +7,10 @@ import torch
 from models import random_ids, tiny_llama
 
 from logra_core import ConfigError, SketchConfig
-from logra_core import shapes as shapes_module
-from logra_core.memory import COUNTED, METHODS, TrackMemory, measure_step, simulate_step, storage_bytes
-from logra_core.shapes import SHAPES, build, full_payload, linear_shapes, model_config, parameters, sketch_payload
-from logra_core.two_sided import accumulated, sizes
+from logra_core.planning import shapes as shapes_module
+from logra_core.planning.memory import COUNTED, METHODS, TrackMemory, measure_step, simulate_step, storage_bytes
+from logra_core.planning.shapes import SHAPES, build, full_payload, linear_shapes, model_config, parameters, sketch_payload
+from logra_core.variants.two_sided import accumulated, sizes
 
 SMALL = SHAPES["SmolLM2-135M"] | {
     "vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2,

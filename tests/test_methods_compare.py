@@ -6,11 +6,11 @@ from models import policy_loss, probe_batch, random_ids, tiny_llama
 from test_train import first_digit, run, settings
 from tiny import tiny_policy
 
-from logra_core import ConfigError, NonFiniteError, Replica, SketchConfig, TrainConfig, checkpoint
-from logra_core.config import METHODS, GaLoreConfig, LoRAConfig
-from logra_core.methods import make_method
-from logra_core.methods_compare import galore_classes
-from logra_core.train import Trainer
+from logra_core import ConfigError, NonFiniteError, Replica, SketchConfig
+from logra_core.rl import checkpoint
+from logra_core.rl.methods import galore_classes, make_method
+from logra_core.rl.settings import METHODS, GaLoreConfig, LoRAConfig, TrainConfig
+from logra_core.rl.trainer import Trainer
 
 LORA = LoRAConfig(lr=1e-2, rank=4, alpha=8.0, warmup=0)
 GALORE = GaLoreConfig(lr=1e-2, rank=4, update_proj_gap=3, warmup=0, final_fraction=1.0)
@@ -133,7 +133,7 @@ def test_refusals(method):
 
 @pytest.mark.parametrize("method, library", [("lora", "peft"), ("galore", "galore_torch")])
 def test_a_missing_library_is_named(method, library, monkeypatch):
-    monkeypatch.setattr("logra_core.methods_compare.importlib.util.find_spec", lambda name: None)
+    monkeypatch.setattr("logra_core.rl.methods.importlib.util.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match="pip install"):
         made(method)
 

@@ -8,14 +8,13 @@ from models import policy_loss, probe_batch, random_ids, tiny_llama
 from test_train import first_digit, run, settings
 from tiny import tiny_policy
 
-from logra_core import ConfigError, KLConfig, NonFiniteError, OptimConfig, SketchConfig, TrainConfig, exact_kl
-from logra_core.config import DenseConfig
+from logra_core import ConfigError, KLConfig, NonFiniteError, OptimConfig, SketchConfig, exact_kl
 from logra_core.kl import predict_q
-from logra_core.methods import make_method
-from logra_core.methods_dense import DenseUpdate, dense_lr
 from logra_core.projection import ProjectionSpec
+from logra_core.rl.methods import DenseUpdate, dense_lr, make_method
+from logra_core.rl.settings import DenseConfig, TrainConfig
+from logra_core.rl.trainer import Trainer
 from logra_core.sync import SketchUpdate
-from logra_core.train import Trainer
 
 SPEC = ProjectionSpec(0, 0, 8, "rademacher")
 

@@ -14,7 +14,7 @@ import nbformat
 import psutil
 import pytest
 
-from logra_core import nbparams, nbrun
+from logra_core.lab import nbparams, nbrun
 
 KERNELSPEC = {"display_name": "mine", "language": "python", "name": "someones-private-env"}
 
@@ -48,7 +48,7 @@ def marked() -> list[int]:
 
 
 def command(*args: object) -> list[str]:
-    return [sys.executable, "-m", "logra_core.nbrun", *map(str, args)]
+    return [sys.executable, "-m", "logra_core.lab.nbrun", *map(str, args)]
 
 
 def run(*args: object, **kw) -> subprocess.CompletedProcess:

@@ -8,9 +8,10 @@ import pytest
 import torch
 from models import SWITCHES, policy_loss, random_ids, score, tiny_llama
 
-from logra_core import ConfigError, LoGRA, MissingSketchError, NonFiniteError, OptimConfig, SketchConfig, reference, row_adam, sgd
+from logra_core import ConfigError, LoGRA, MissingSketchError, NonFiniteError, OptimConfig, SketchConfig, row_adam, sgd
+from logra_core.lab import reference
 from logra_core.optim import first_moment, product_norm_sq
-from logra_core.orthogonal import orthogonal
+from logra_core.variants.orthogonal import orthogonal
 
 NAME = "model.layers.1.mlp.up_proj"
 IDS = random_ids(2, 8, 96)

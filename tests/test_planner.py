@@ -8,11 +8,12 @@ import torch.nn.functional as F
 from models import probe_batch, random_ids, real_llm
 
 from logra_core import ConfigError, KLConfig, LoGRA, SketchConfig, predict_q
-from logra_core.config import OptimConfig, PPOConfig, TrainConfig
-from logra_core.memory import TrackMemory, measure_step, optimizer_bytes, storage_bytes
-from logra_core.layout import BEST, PAPER, SWITCHES, Layout, layout_of
-from logra_core.planner import CATEGORIES, H100, PHASES, PhaseMeter, plan, saving
-from logra_core.shapes import linear_shapes, parameters
+from logra_core.planning.layout import BEST, PAPER, SWITCHES, Layout, layout_of
+from logra_core.planning.memory import TrackMemory, measure_step, optimizer_bytes, storage_bytes
+from logra_core.planning.planner import CATEGORIES, H100, PHASES, PhaseMeter, plan, saving
+from logra_core.planning.shapes import linear_shapes, parameters
+from logra_core.rl.settings import PPOConfig, TrainConfig
+from logra_core.settings import OptimConfig
 
 NAME, GiB = "SmolLM2-135M", 2**30
 # METHOD section 7: published on H100, four training GPUs, GiB a GPU (average, peak).

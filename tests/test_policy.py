@@ -11,7 +11,8 @@ import pytest
 import torch
 from packaging.requirements import Requirement
 
-from logra_core import embedded_policy, load_policy, policy
+from logra_core.engines import policy
+from logra_core.engines.policy import embedded_policy, load_policy
 
 ROOT = Path(__file__).parents[1]
 
@@ -54,9 +55,9 @@ def test_what_make_run_installs_is_enough_to_convert_the_policy_and_to_train(tmp
                 (only / top).symlink_to(distribution.locate_file(top))
     code = (
         f"import sys; sys.path[:0] = [{str(only)!r}, {str(ROOT)!r}]\n"
-        "import logra_core.train, logra_core.nbrun\n"
-        "from logra_core.runlog import theme\n"
-        f"theme(); print(logra_core.embedded_policy({str(tmp_path / 'policy')!r}))\n"
+        "import logra_core.rl.train, logra_core.lab.nbrun\n"
+        "from logra_core.engines.policy import embedded_policy\nfrom logra_core.lab.figures import theme\n"
+        f"theme(); print(embedded_policy({str(tmp_path / 'policy')!r}))\n"
         "assert not {'trl', 'peft', 'vllm'} & set(sys.modules)\n"
     )
     done = subprocess.run([sys.executable, "-S", "-c", code], capture_output=True, text=True, cwd=tmp_path)

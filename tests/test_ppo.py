@@ -9,10 +9,10 @@ import pytest
 import torch
 from tiny import tiny_policy
 
-from logra_core import ppo
-from logra_core.memory import TrackMemory
-from logra_core.policy import load_policy
-from logra_core.rollout import Rollouts
+from logra_core.engines.policy import load_policy
+from logra_core.engines.rollout import Rollouts
+from logra_core.planning.memory import TrackMemory
+from logra_core.rl import ppo
 
 
 def loop_loss(logp, old, rollout, advantages, mask, tokens, clip, cap):

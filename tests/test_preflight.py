@@ -7,10 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from logra_core import ConfigError, preflight
-from logra_core.launch import LaunchConfig
-from logra_core.planner import H100
-from logra_core.shapes import linear_shapes, parameters
+from logra_core import ConfigError
+from logra_core.planning import preflight
+from logra_core.planning.launch import LaunchConfig
+from logra_core.planning.planner import H100
+from logra_core.planning.shapes import linear_shapes, parameters
 
 RECIPES = Path(__file__).resolve().parents[1] / "data" / "recipes"
 GPUS = {"ranks": 4, "servers": 4, "train_devices": [0, 1, 2, 3], "rollout_devices": [4, 5, 6, 7]}

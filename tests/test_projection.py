@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from logra_core import ConfigError, ProjectionSpec, make_projection
-from logra_core.config import DISTRIBUTIONS
 from logra_core.projection import _log, _normal, canonical_name, projection_digest, random_signs, stream_of
+from logra_core.settings import DISTRIBUTIONS
 
 NAME = "model.layers.3.self_attn.q_proj"
 

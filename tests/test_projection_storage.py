@@ -7,9 +7,9 @@ import torch
 from models import policy_loss, probe_batch, random_ids, tiny_llama
 
 from logra_core import ConfigError, KLConfig, LoGRA, OptimConfig, ProjectionSpec, Replica, SketchConfig, exact_kl, make_projection, predict_q
-from logra_core.config import STORAGES
-from logra_core.memory import TrackMemory
+from logra_core.planning.memory import TrackMemory
 from logra_core.projection import PackedProjection
+from logra_core.settings import STORAGES
 
 NAME = "model.layers.3.self_attn.q_proj"
 

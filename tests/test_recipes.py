@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from logra_core.config import TrainConfig
-from logra_core.configfile import load_config
-from logra_core.launch import parse
-from logra_core.tasks import make_task
+from logra_core.planning.launch import parse
+from logra_core.rl.configfile import load_config
+from logra_core.rl.settings import TrainConfig
+from logra_core.rl.tasks import make_task
 
 FOLDER = Path(__file__).resolve().parents[1] / "data" / "recipes"
 RECIPES = sorted(p.name for p in FOLDER.glob("*.yaml"))
@@ -23,7 +23,7 @@ def commands(name: str) -> list[TrainConfig]:
     for line in (FOLDER / name).read_text().splitlines():
         if line.startswith("#$ "):
             *launch, path = (words := shlex.split(line[3:]))[: words.index("-m") + 3]
-            assert launch == ["torchrun", "--nproc-per-node", "4", "-m", "logra_core.train"] and path == f"data/recipes/{name}"
+            assert launch == ["torchrun", "--nproc-per-node", "4", "-m", "logra_core.rl.train"] and path == f"data/recipes/{name}"
             made.append(load_config(FOLDER / name, words[len(launch) + 1 :]))
     return made
 
@@ -31,7 +31,7 @@ def commands(name: str) -> list[TrainConfig]:
 def launches(name: str) -> list[tuple]:
     """What the commands of launch.py in a recipe's comments ask for."""
     words = [shlex.split(line[3:]) for line in (FOLDER / name).read_text().splitlines() if line.startswith("#> ")]
-    assert all(w[:4] == ["python", "-m", "logra_core.launch", f"data/recipes/{name}"] for w in words)
+    assert all(w[:4] == ["python", "-m", "logra_core.planning.launch", f"data/recipes/{name}"] for w in words)
     return [parse([str(FOLDER / name), *w[4:]]) for w in words]
 
 

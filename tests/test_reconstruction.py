@@ -8,13 +8,25 @@ import torch
 from tiny import tiny_policy
 
 from logra_core import ConfigError, LoGRA, ProjectionSpec, make_projection
-from logra_core.configfile import load_config
-from logra_core.ppo import ppo_loss, sequence_logprobs
-from logra_core.reconstruction import (
-    KINDS, RANKS, TOP, cosines, effective_rank, layer_place, load_stage, main, measure, policy_gradients, sample, spectrum, theory,
-)  # fmt: skip
-from logra_core.runlog import read_log
-from logra_core.train import Trainer
+from logra_core.lab.reconstruction import (  # fmt: skip
+    KINDS,
+    RANKS,
+    TOP,
+    cosines,
+    effective_rank,
+    layer_place,
+    load_stage,
+    main,
+    measure,
+    policy_gradients,
+    sample,
+    spectrum,
+    theory,
+)
+from logra_core.rl.configfile import load_config
+from logra_core.rl.ppo import ppo_loss, sequence_logprobs
+from logra_core.rl.runlog import read_log
+from logra_core.rl.trainer import Trainer
 
 
 def gradient(d: int, k: int, rank: int | None = None, seed: int = 0) -> torch.Tensor:
@@ -118,5 +130,5 @@ def test_the_command_records_and_goes_on_where_it_was_stopped(recipe, tmp_path):
 
 
 def test_a_missing_checkpoint_is_named(recipe, tmp_path):
-    with pytest.raises(FileNotFoundError, match="logra_core.train"):
+    with pytest.raises(FileNotFoundError, match="logra_core.rl.train"):
         load_stage(load_config(recipe[0]), tmp_path / "none")

@@ -5,11 +5,11 @@ import torch
 from test_reconstruction import recipe  # noqa: F401  (a fixture: a tiny policy trained for two updates)
 
 from logra_core import ConfigError, LoGRA, OptimConfig, SketchConfig
-from logra_core.configfile import load_config
-from logra_core.ppo import ppo_loss, sequence_logprobs
-from logra_core.reconstruction import load_stage, policy_gradients, sample
-from logra_core.reconstruction_sketches import KINDS, OUTLIERS, RANKS, factor_cosine, main, measure, observe_inputs, summary
-from logra_core.runlog import read_log
+from logra_core.lab.reconstruction import load_stage, policy_gradients, sample
+from logra_core.lab.reconstruction_sketches import KINDS, OUTLIERS, RANKS, factor_cosine, main, measure, observe_inputs, summary
+from logra_core.rl.configfile import load_config
+from logra_core.rl.ppo import ppo_loss, sequence_logprobs
+from logra_core.rl.runlog import read_log
 
 NAME = "model.layers.1.mlp.down_proj"
 

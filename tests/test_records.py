@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from logra_core.records import load_runs, smooth, stack
-from logra_core.runlog import RunLog
+from logra_core.lab.records import load_runs, smooth, stack
+from logra_core.rl.runlog import RunLog
 
 
 def write(path, updates):

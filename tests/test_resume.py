@@ -20,9 +20,10 @@ from models import SWITCHES
 from test_train import VARIANTS, exact, settings, variant
 from tiny import tiny_policy
 
-from logra_core import checkpoint
-from logra_core.config import TrainConfig, from_dict
-from logra_core.runlog import read_log
+from logra_core.rl import checkpoint
+from logra_core.rl.runlog import read_log
+from logra_core.rl.settings import TrainConfig
+from logra_core.settings import from_dict
 
 STALL = Path(__file__).with_name("stall.py")
 PHASES = [
@@ -32,7 +33,7 @@ PHASES = [
 RESUMES_AT = dict.fromkeys(PHASES, 2) | {"first evaluation": 0, "checkpoint renamed, old one there": 4, "old checkpoint half removed": 4}
 LIMIT = 240  # seconds for any wait
 SERVER = multiprocessing.get_context("forkserver")
-SERVER.set_forkserver_preload(["logra_core.train", "reasoning_gym", "transformers.models.llama.modeling_llama"])
+SERVER.set_forkserver_preload(["logra_core.rl.train", "reasoning_gym", "transformers.models.llama.modeling_llama"])
 
 
 class Run:

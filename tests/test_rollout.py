@@ -9,10 +9,12 @@ import pytest
 import torch
 from tiny import tiny_policy
 
-from logra_core.config import ConfigError, OptimConfig, SamplingConfig, SketchConfig, TrainConfig
+from logra_core.engines.policy import at_home, load_policy
+from logra_core.engines.rollout import RolloutError, Rollouts, SamplingConfig, TransformersRollout, shared_prefix
 from logra_core.optim import LoGRA
-from logra_core.policy import at_home, load_policy
-from logra_core.rollout import RolloutError, Rollouts, TransformersRollout, make_engine, shared_prefix
+from logra_core.rl.engine import make_engine
+from logra_core.rl.settings import TrainConfig
+from logra_core.settings import ConfigError, OptimConfig, SketchConfig
 from logra_core.sync import SyncError, Weights, full_state_bytes
 
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -70,7 +72,7 @@ def test_a_shared_beginning_changes_nothing(engine, temperature, top_p, monkeypa
     model = copy.deepcopy(engine.model)
     for prompt, response, logp in zip(prompts, made.response_ids, made.logprobs):
         assert logp.tolist() == pytest.approx(reference_logprobs(model, prompt, response.tolist(), temperature, top_p), abs=5e-5)
-    monkeypatch.setattr("logra_core.rollout.MIN_SHARED", 100)
+    monkeypatch.setattr("logra_core.engines.rollout.MIN_SHARED", 100)
     apart = engine.generate(prompts, SamplingConfig(12, temperature, top_p), seed=3)
     assert all(torch.equal(a, b) for a, b in zip(made.response_ids, apart.response_ids))
 
@@ -241,8 +243,8 @@ def test_engines_by_name(monkeypatch):
 def test_a_model_in_the_home_folder_is_given_to_every_engine_by_its_path(folder, tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(folder.parent))
     seen, model = [], f"~/{folder.name}"
-    monkeypatch.setattr("logra_core.rollout_vllm.VLLMRollout", lambda path, **_: seen.append(path))
-    monkeypatch.setattr("logra_core.rollout_server.ServerRollout", lambda url, path, **_: seen.append(path))
+    monkeypatch.setattr("logra_core.rl.engine.VLLMRollout", lambda path, **_: seen.append(path))
+    monkeypatch.setattr("logra_core.rl.engine.ServerRollout", lambda url, path, **_: seen.append(path))
     make_engine(TrainConfig(engine="vllm", model=model, out=str(tmp_path)))
     make_engine(TrainConfig(engine="vllm", model=model, out=str(tmp_path), engine_urls=("http://a",)))
     assert seen == [str(folder)] * 2 and make_engine(TrainConfig(model=model)).model is not None

@@ -7,11 +7,13 @@ import torch
 from models import policy_loss
 from tiny import tiny_policy
 
-from logra_core.config import ConfigError, OptimConfig, SamplingConfig, SketchConfig, TrainConfig
+from logra_core.engines.group import EngineGroup
+from logra_core.engines.policy import load_policy
+from logra_core.engines.rollout import SamplingConfig, Staged, TransformersRollout
 from logra_core.optim import LoGRA
-from logra_core.policy import load_policy
-from logra_core.rollout import Staged, TransformersRollout, make_engine
-from logra_core.rollout_group import EngineGroup
+from logra_core.rl.engine import make_engine
+from logra_core.rl.settings import TrainConfig
+from logra_core.settings import ConfigError, OptimConfig, SketchConfig
 from logra_core.sync import SyncError, full_state_bytes
 
 TARGETS = SketchConfig().targets

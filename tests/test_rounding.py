@@ -12,9 +12,9 @@ from models import SWITCHES, policy_loss, random_ids, real_llm, tiny_llama
 from test_sync import FAULTS, NAME, TARGETS, failing_at_the_tenth, full_state_bytes, pair, refused_whole, rewrite, update
 
 from logra_core import ConfigError, LoGRA, NonFiniteError, OptimConfig, Replica, SketchConfig, SketchUpdate, SyncError
-from logra_core.config import TrainConfig
-from logra_core.reference import stochastic_round as oracle
-from logra_core.rounding import CHUNK, TINY, Rounding, _cut_or_nan, add_on_grid, random_bits, stochastic_round
+from logra_core.lab.reference import stochastic_round as oracle
+from logra_core.rl.settings import TrainConfig
+from logra_core.variants.rounding import CHUNK, TINY, Rounding, _cut_or_nan, add_on_grid, random_bits, stochastic_round
 from logra_core.weights import RoundedWeights, Weights
 
 BF16 = torch.bfloat16
@@ -95,7 +95,7 @@ def test_slices_chunks_and_threads_change_no_bit(width, monkeypatch):
         assert torch.equal(rounded(x[rows], first=rows.start), whole[rows])
     columns = slice(width // 3, width // 3 + max(1, width // 2))
     assert torch.equal(rounded(x[4:9, columns], first=4, width=width, columns=columns), whole[4:9, columns])  # a row-parallel slice
-    monkeypatch.setattr("logra_core.rounding.CHUNK", 3 * width)
+    monkeypatch.setattr("logra_core.variants.rounding.CHUNK", 3 * width)
     assert torch.equal(rounded(x), whole) and CHUNK == 2**20
     assert torch.equal(rounded(x.T.contiguous().T), whole)  # whatever the layout
     threads = torch.get_num_threads()

@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
@@ -15,8 +14,10 @@ import numpy as np
 import pytest
 import torch
 
-from logra_core import runlog
-from logra_core.runlog import RunLog, read_log, save_figure, scrub, theme
+from logra_core.lab import figures
+from logra_core.lab.figures import save_figure, theme
+from logra_core.rl import runlog
+from logra_core.rl.runlog import RunLog, read_log, scrub
 
 
 @dataclass(frozen=True)
@@ -45,8 +46,8 @@ def test_header_says_how_the_run_came_about(tmp_path: Path) -> None:
 
 def test_commit_and_dirty_follow_git(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     root = tmp_path / "repo"
-    (root / "logra_core").mkdir(parents=True)
-    (root / "logra_core/runlog.py").write_text("a")
+    (root / "logra_core/rl").mkdir(parents=True)
+    (root / "logra_core/rl/runlog.py").write_text("a")
     monkeypatch.setattr(runlog, "ROOT", root)
     git = ["git", "-C", str(root), "-c", "user.name=n", "-c", "user.email=e@example.org"]
     assert runlog._commit() == (None, None)  # no repository
@@ -200,7 +201,7 @@ def test_resume_drops_the_rows_after_the_checkpoint(tmp_path: Path) -> None:
 
 def test_rows_survive_sigkill(tmp_path: Path) -> None:
     code = (
-        "import sys; from logra_core.runlog import RunLog\n"
+        "import sys; from logra_core.rl.runlog import RunLog\n"
         "log = RunLog(sys.argv[1], {'seed': 0})\n"
         "for i in range(10**9): log.row('update', update=i, pad='x' * 3000); print(i, flush=True)"
     )
@@ -271,7 +272,7 @@ def test_a_heavy_figure_is_reduced_and_a_hopeless_one_refused(figure, tmp_path: 
 def test_the_figures_folder_is_the_repositorys_unless_told(figure, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("LOGRA_FIGURES", raising=False)
     monkeypatch.chdir(tmp_path)
-    assert runlog.figures_folder() == runlog.ROOT / "figures"
+    assert figures.figures_folder() == runlog.ROOT / "figures"
     monkeypatch.setenv("LOGRA_FIGURES", str(tmp_path / "f"))
     assert save_figure(figure, "x") == tmp_path / "f/x.png"
     for name in ("a/b", "A", "x.png", "", "../x"):

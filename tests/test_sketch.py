@@ -10,11 +10,12 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from logra_core import ConfigError, LoGRA, MissingSketchError, OptimConfig, SketchConfig, attach, detach, reference, target_table
-from logra_core.activation import observe
-from logra_core.memory import TrackMemory
+from logra_core import ConfigError, LoGRA, MissingSketchError, OptimConfig, SketchConfig, attach, detach, target_table
+from logra_core.lab import reference
+from logra_core.planning.memory import TrackMemory
 from logra_core.sketch import SKETCH
-from logra_core.two_sided import TwoSidedTarget
+from logra_core.variants.activation import observe
+from logra_core.variants.two_sided import TwoSidedTarget
 
 FP32, BF16 = 1e-5, 1e-2  # largest ‖S − G Aᵀ‖/‖G Aᵀ‖ allowed; measured about 6e-7 and 5e-3
 CELLS = [(d, c) for d in ("fp32", "autocast", "bf16") for c in ("none", "reentrant", "non-reentrant")]

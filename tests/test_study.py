@@ -12,9 +12,9 @@ import pytest
 import yaml
 from tiny import tiny_policy
 
-from logra_core.config import ConfigError
-from logra_core.runlog import ROOT, read_log
-from logra_core.study import finished, main, read_study
+from logra_core.lab.study import finished, main, read_study
+from logra_core.rl.runlog import ROOT, read_log
+from logra_core.settings import ConfigError
 
 RECIPE = {
     "updates": 3, "eval_problems": 4, "eval_samples": 1, "eval_every": 0, "checkpoint_every": 1, "threads": 1, "sampling": {"max_tokens": 4},
@@ -61,7 +61,7 @@ def test_killed_resumed_and_never_repeated(tmp_path, capsys):
     path = write(tmp_path, groups=[{"tasks": ["sums"], "arms": ["r4"], "seeds": [0, 1]}])
     first, second = read_study(path)
     environment = os.environ | {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
-    launcher = subprocess.Popen([sys.executable, "-m", "logra_core.study", str(path)], env=environment, stderr=subprocess.DEVNULL)
+    launcher = subprocess.Popen([sys.executable, "-m", "logra_core.lab.study", str(path)], env=environment, stderr=subprocess.DEVNULL)
     limit = time.monotonic() + 240
     while not (Path(first.out) / "checkpoint").is_dir() or not list((Path(first.out) / "checkpoint").glob("*1*")):
         assert time.monotonic() < limit and launcher.poll() is None
@@ -73,7 +73,7 @@ def test_killed_resumed_and_never_repeated(tmp_path, capsys):
     assert finished(first) and finished(second) and "2 runs recorded" in capsys.readouterr().out
     assert [p.name for p in sorted(Path(first.out).iterdir()) if p.name != ".lock"] == ["log.jsonl"]
     header, rows = read_log(Path(first.out) / "log.jsonl")
-    assert "logra_core.train" in header["command"] and json.dumps(header["config"]["sketch"]["rank"]) == "4"
+    assert "logra_core.rl.train" in header["command"] and json.dumps(header["config"]["sketch"]["rank"]) == "4"
     assert [r["update"] for r in rows if r["kind"] == "update"] == [1, 2, 3]
     before = (Path(first.out) / "log.jsonl").read_bytes()
     assert main([str(path)]) == 0 and (Path(first.out) / "log.jsonl").read_bytes() == before

@@ -14,10 +14,11 @@ import pytest
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 
-from logra_core import tasks  # noqa: E402
-from logra_core.answers import final_answer, number  # noqa: E402
-from logra_core.config import ConfigError, TaskConfig  # noqa: E402
-from logra_core.tasks import Problem, make_task, messages  # noqa: E402
+from logra_core.rl import tasks  # noqa: E402
+from logra_core.rl.answers import final_answer, number  # noqa: E402
+from logra_core.rl.settings import TaskConfig  # noqa: E402
+from logra_core.rl.tasks import Problem, make_task, messages  # noqa: E402
+from logra_core.settings import ConfigError  # noqa: E402
 
 ROOT = Path(__file__).resolve().parent.parent
 TWO_TERMS = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2}
@@ -53,7 +54,7 @@ def test_train_is_a_function_of_seeds_and_update(chain):
 
 def test_train_is_the_same_in_another_process(chain):
     code = f"""
-from logra_core.config import TaskConfig; from logra_core.tasks import make_task
+from logra_core.rl.settings import TaskConfig; from logra_core.rl.tasks import make_task
 print([p.prompt for p in make_task(TaskConfig(name="chain_sum", options={TWO_TERMS!r})).train(7, 5, 3)])"""
     env = dict(os.environ, PYTHONHASHSEED="77", PYTHONPATH=str(ROOT))
     out = subprocess.run([sys.executable, "-c", code], env=env, cwd=ROOT, capture_output=True, text=True, check=True).stdout
@@ -108,7 +109,7 @@ def test_bad_settings_are_refused_at_load(fields, message):
 
 
 def test_hash_dependent_datasets_are_refused_unless_hashing_is_fixed():
-    code = "from logra_core.config import TaskConfig; from logra_core.tasks import make_task; make_task(TaskConfig(name='ransom_note'))"
+    code = "from logra_core.rl.settings import TaskConfig; from logra_core.rl.tasks import make_task; make_task(TaskConfig(name='ransom_note'))"
     env = dict(os.environ, PYTHONPATH=str(ROOT))
     random_, fixed = (
         subprocess.run([sys.executable, "-c", code], env={**env, "PYTHONHASHSEED": seed}, cwd=ROOT, capture_output=True, text=True)

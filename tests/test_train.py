@@ -9,17 +9,19 @@ import torch
 from models import SWITCHES
 from tiny import tiny_policy
 
-from logra_core import checkpoint
-from logra_core.config import ConfigError, SamplingConfig, TrainConfig, from_dict
-from logra_core.configfile import load_config
-from logra_core.evaluation import held_out
-from logra_core.methods_dense import dense_lr
+from logra_core.engines.rollout import RolloutError, Rollouts, SamplingConfig, shared_prefix
 from logra_core.optim import NonFiniteError
-from logra_core.rollout import RolloutError, Rollouts, shared_prefix
-from logra_core.runlog import read_log
+from logra_core.rl import checkpoint
+from logra_core.rl.configfile import load_config
+from logra_core.rl.evaluation import held_out
+from logra_core.rl.methods import dense_lr
+from logra_core.rl.runlog import read_log
+from logra_core.rl.settings import TrainConfig
+from logra_core.rl.tasks import Grade, Problem
+from logra_core.rl.train import main
+from logra_core.rl.trainer import Trainer, derive_seed
+from logra_core.settings import ConfigError, from_dict
 from logra_core.sync import SyncError
-from logra_core.tasks import Grade, Problem
-from logra_core.train import Trainer, derive_seed, main
 
 VARIANTS = ["logra", "dense", "controlled", "lora", "galore"]
 INEXACT = ("seconds", "elapsed", "peak_rss_mib")
@@ -511,8 +513,8 @@ def test_command_line(policy, tmp_path, capsys, monkeypatch):
 
 
 def test_a_server_elsewhere_that_cannot_take_the_weights_is_refused_before_the_run(policy, tmp_path, monkeypatch):
-    monkeypatch.setattr("logra_core.rollout.LARGEST", 400_000)  # bytes; the tiny policy's targets have 442368
-    monkeypatch.setattr("logra_core.train.make_engine", lambda cfg: None)
+    monkeypatch.setattr("logra_core.rl.engine.LARGEST", 400_000)  # bytes; the tiny policy's targets have 442368
+    monkeypatch.setattr("logra_core.rl.trainer.make_engine", lambda cfg: None)
     cfg = settings(policy, tmp_path, engine="vllm", engine_urls=["http://127.0.0.1:1", "http://other:8000"])
     with pytest.raises(ConfigError, match="engine_urls: http://other:8000 .* 442,368 bytes.* 400,000.*127.0.0.1"):
         Trainer(cfg)

@@ -7,11 +7,12 @@ import torch
 from models import SWITCHES, policy_loss, random_ids, score, tiny_llama
 from torch import nn
 
-from logra_core import ConfigError, LoGRA, NonFiniteError, OptimConfig, ProjectionSpec, SketchConfig, attach, make_projection, reference, target_table
+from logra_core import ConfigError, LoGRA, NonFiniteError, OptimConfig, ProjectionSpec, SketchConfig, attach, make_projection, target_table
+from logra_core.lab import reference
 from logra_core.optim import product_norm_sq
-from logra_core.orthogonal import orthogonal, polar
-from logra_core.shapes import linear_shapes
-from logra_core.two_sided import LEFT, accumulated, rebuild, sizes
+from logra_core.planning.shapes import linear_shapes
+from logra_core.variants.orthogonal import orthogonal, polar
+from logra_core.variants.two_sided import LEFT, accumulated, rebuild, sizes
 
 IDS = random_ids(2, 8, 96)
 NAME = "model.layers.1.mlp.up_proj"

@@ -17,13 +17,14 @@ import torch
 from models import policy_loss, random_ids, real_llm
 from safetensors.torch import save_file
 
-from logra_core import LoGRA, OptimConfig, SamplingConfig, SketchConfig, SyncError, full_state_bytes
-from logra_core.ppo import sequence_logprobs
+from logra_core import LoGRA, OptimConfig, SketchConfig, SyncError, full_state_bytes
+from logra_core.engines.rollout import SamplingConfig
+from logra_core.rl.ppo import sequence_logprobs
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed: make vllm")
 
 RANK, UPDATES, GREEDY = 64, 20, SamplingConfig(max_tokens=24, temperature=0.0)
-OPTIONS = {"max_model_len": 1024, "worker_extension_cls": "logra_core.vllm_faults.FaultyWorker"}
+OPTIONS = {"max_model_len": 1024, "worker_extension_cls": "logra_core.engines.faults.FaultyWorker"}
 
 
 def next_update(run) -> bytes:
@@ -62,8 +63,8 @@ def rpc(run, method: str, *args):
 @pytest.fixture(scope="module")
 def run():
     """The engine, a trainer, and what 20 updates between them took."""
-    from logra_core.policy import embedded_policy
-    from logra_core.rollout_vllm import VLLMRollout
+    from logra_core.engines.policy import embedded_policy
+    from logra_core.engines.vllm_local import VLLMRollout
 
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("VLLM_ALLOW_INSECURE_SERIALIZATION", raising=False)
@@ -132,7 +133,7 @@ def held(engine, asked: list[list[int]]) -> list:
 
 
 def test_answers_equal_those_of_a_fresh_engine_from_the_trainers_checkpoint(run, tmp_path):
-    from logra_core.rollout_vllm import VLLMRollout
+    from logra_core.engines.vllm_local import VLLMRollout
 
     run.logra.model.save_pretrained(tmp_path)
     run.tokenizer.save_pretrained(tmp_path)

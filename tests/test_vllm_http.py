@@ -18,13 +18,13 @@ import torch
 from models import real_llm
 from test_vllm_backend import OPTIONS, RANK, UPDATES, flipped, full, next_update, prompts
 
-from logra_core import LoGRA, OptimConfig, SamplingConfig, SketchConfig, SyncError
-from logra_core.ppo import sequence_logprobs
-from logra_core.rollout import RolloutError
-from logra_core.rollout_group import EngineGroup
-from logra_core.rollout_server import ServerRollout, serve_command
-from logra_core.rollout_vllm import ON_CPU
-from logra_core.vllm_plugin import environment
+from logra_core import LoGRA, OptimConfig, SketchConfig, SyncError
+from logra_core.engines.group import EngineGroup
+from logra_core.engines.plugin import environment
+from logra_core.engines.rollout import RolloutError, SamplingConfig
+from logra_core.engines.vllm_local import ON_CPU
+from logra_core.engines.vllm_server import ServerRollout, serve_command
+from logra_core.rl.ppo import sequence_logprobs
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed: make vllm")
 
@@ -45,8 +45,8 @@ def serve(policy: Path, port: int, log: Path) -> subprocess.Popen:
 def run(tmp_path_factory):
     import requests
 
-    from logra_core.policy import embedded_policy
-    from logra_core.vllm_sender import HTTPClient, LoGRASender, SenderInfo
+    from logra_core.engines.policy import embedded_policy
+    from logra_core.engines.sender import HTTPClient, LoGRASender, SenderInfo
 
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -95,7 +95,7 @@ def in_step(run) -> bool:
 
 
 def test_updates_over_http_are_served_bit_for_bit(run):
-    from logra_core.rollout_vllm import VLLMRollout
+    from logra_core.engines.vllm_local import VLLMRollout
 
     long = prompts(run.tokenizer, 1, repeat=40)[0]
     complete(run, long, 8)  # its keys and values must not outlive the updates
@@ -160,8 +160,8 @@ def test_vllms_own_client_and_factory_drive_it_too(run):
     from vllm.distributed.weight_transfer.clients import HTTPVLLMWeightSyncClient
     from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
 
-    from logra_core.vllm_plugin import register
-    from logra_core.vllm_sender import SenderInfo
+    from logra_core.engines.plugin import register
+    from logra_core.engines.sender import SenderInfo
 
     register()
     sender = WeightTransferTrainerFactory.trainer_init(SenderInfo(rank=0), client=HTTPVLLMWeightSyncClient(run.url))

@@ -1,0 +1,1 @@
+"""Rollouts: the policy's files, the engine protocol, transformers, and vLLM in this process or by HTTP (the only imports of vLLM)."""

@@ -1,0 +1,1 @@
+"""LoGRA inside other people's trainers."""

@@ -1,0 +1,1 @@
+"""Several processes as one: ranks, FSDP2, sketches and weights by rows."""

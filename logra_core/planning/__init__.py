@@ -1,0 +1,1 @@
+"""Before a run: shapes of known models, memory of a step, whether it fits, and starting it on a node."""

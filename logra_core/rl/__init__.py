@@ -1,0 +1,1 @@
+"""Tasks, graders, PPO, the methods compared, training and its checkpoints."""
