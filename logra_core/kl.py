@@ -1,7 +1,7 @@
 """How far a proposed update would move the policy, before it is taken, and the step scale that keeps it to a KL budget.
 
-KL(α) ≈ α² q with q = 1/(2|P|T²) Σ_s Var_{v∼p(s)}[ż_v(s)] (METHOD section 4; the paper's Equation 6). Every estimator adds the
-update as a branch to the outputs of the target layers, so weights are never touched.
+KL(α) ≈ α² q with q = 1/(2|P|T²) Σ_s Var_{v∼p(s)}[ż_v(s)] (METHOD section 4; the paper's Equation 6). Every estimator adds the update as a branch to the
+outputs of the target layers, so weights are never touched.
 """
 
 from __future__ import annotations
@@ -11,21 +11,20 @@ import math
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.autograd.forward_ad as fw
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from .forward_mode import INSTEAD, forward_mode
-from .optim import NonFiniteError
 from .projection import canonical_name
-from .settings import ConfigError, KLConfig
-from .variants.rounding import add_on_grid
+from .settings import ESTIMATORS, ConfigError, KLConfig, NonFiniteError
 
 TRIES = 4  # probe steps of one finite difference with a target
 CHUNK = 512  # contexts whose full-vocabulary distributions are held in float64 at a time
 LOGITS = 2**26  # logits of one forward pass of a probe (256 MiB in fp32); longer batches go in parts
+PART = 2**24  # elements of a layer's output rounded by chance at once
 
 
 class Proposal(Protocol):
@@ -37,12 +36,15 @@ class Proposal(Protocol):
     def basis(self, name: str, device: torch.device) -> torch.Tensor | None: ...
 
 
+Logits = Callable[[nn.Module, Any], torch.Tensor]  # (model, one part of a probe) -> logits [C, V] at its contexts
+
+
 @dataclass(frozen=True)
 class ProbeBatch:
     """Contexts P of the prediction: the positions from which the response tokens of some sequences are drawn.
 
-    input_ids: [B, T] int64, prompts padded on the left, responses on the right. attention_mask: [B, T], 1 at real tokens.
-    response_mask: [B, T] bool, True at response tokens; the context of the token at t ends at t - 1.
+    input_ids: [B, T] int64, prompts padded on the left, responses on the right. attention_mask: [B, T], 1 at real tokens. response_mask: [B, T] bool, True
+    at response tokens; the context of the token at t ends at t - 1.
     """
 
     input_ids: torch.Tensor
@@ -72,10 +74,6 @@ class ProbeBatch:
         """|P|."""
         return int(self.response_mask.sum())
 
-    def over_ranks(self, total: float) -> tuple[float, int]:
-        """(total, |P|), summed over all processes that share the batch; here one."""
-        return total, self.contexts
-
     def parts(self, vocabulary: int) -> Iterator[ProbeBatch]:
         """Rows in groups whose context logits stay below `LOGITS`; rows without a response token are left out."""
         kept = self.response_mask.any(1).nonzero().flatten()
@@ -93,6 +91,23 @@ def vocabulary(model: nn.Module) -> int:
     """Number of logits at a context, from the model's config; of its text part where it has several."""
     config = model.config
     return (config.get_text_config() if hasattr(config, "get_text_config") else config).vocab_size
+
+
+def context_logits(model: nn.Module, probe: ProbeBatch) -> torch.Tensor:
+    """Logits [C, V] of a causal language model of transformers at the contexts, row by row of the batch."""
+    batch = {"input_ids": probe.input_ids, "attention_mask": probe.attention_mask, "position_ids": position_ids(probe.attention_mask)}
+    logits = model(**batch, logits_to_keep=probe.input_ids.shape[1] - probe.first, use_cache=False).logits
+    return logits[:, :-1][probe.response_mask[:, probe.first + 1 :]]
+
+
+def parts_of(model: nn.Module, probe: Any) -> Iterator[Any]:
+    """A probe in parts that fit, if it can be cut (`parts`), else as it is."""
+    return probe.parts(vocabulary(model)) if hasattr(probe, "parts") else iter([probe])
+
+
+def over_ranks(probe: Any, total: float, contexts: int) -> tuple[float, int]:
+    """(total, contexts), summed over all processes that share the probe, if it knows of any (`over_ranks`)."""
+    return probe.over_ranks(total, contexts) if hasattr(probe, "over_ranks") else (total, contexts)
 
 
 def kl_divergence(z_p_CV: torch.Tensor, z_q_CV: torch.Tensor, temperature: float = 1.0) -> torch.Tensor:
@@ -114,74 +129,109 @@ def logit_variance(z_CV: torch.Tensor, zdot_CV: torch.Tensor, temperature: float
 
 
 @torch.no_grad()
-def exact_kl(model: nn.Module, update: Proposal, probe: ProbeBatch, alpha: float, temperature: float = 1.0) -> float:
-    """Mean KL(current ‖ current after α · update) over the contexts, nats, by two forward passes. In bf16 with its noise, and right in the mean above it."""
-    total = 0.0
-    with _probing(model):
-        for part in probe.parts(vocabulary(model)):
-            before = _context_logits(model, part)
+def exact_kl(model: nn.Module, update: Proposal, probe: Any, alpha: float, temperature: float = 1.0, logits: Logits = context_logits) -> float:
+    """Mean KL(current ‖ current after α · update) over the contexts, nats, by two forward passes. In bf16 with its noise, and right in the mean above it.
+
+    probe: a `ProbeBatch`, or whatever `logits` reads.
+    """
+    total, contexts = 0.0, 0
+    with probing(model):
+        for part in parts_of(model, probe):
+            before = logits(model, part)
             with _branch(model, update, alpha):
-                after = _context_logits(model, part)
+                after = logits(model, part)
             for z_p, z_q in zip(before.split(CHUNK), after.split(CHUNK), strict=True):
                 total += float(kl_divergence(z_p, z_q, temperature).sum())
-    total, contexts = probe.over_ranks(total)
+            contexts += len(before)
+    total, contexts = over_ranks(probe, total, contexts)
     return total / contexts
 
 
-def q_finite_difference(model: nn.Module, update: Proposal, probe: ProbeBatch, step: float, temperature: float = 1.0, target: float = 0.0) -> float:
+def q_finite_difference(
+    model: nn.Module, update: Proposal, probe: Any, step: float, temperature: float = 1.0, target: float = 0.0, logits: Logits = context_logits
+) -> float:
     """q ≈ KL(step)/step² (the paper's 27B run). In bf16 it takes a step whose KL is far above the noise (1e-3 nats on SmolLM2-135M; notebook 03).
 
-    target: KL in nats. If not 0, `step` is only the first of at most `TRIES`, until KL(step) is within a factor of two of it: a step too
-    small drowns in rounding, one too large leaves the quadratic law. The last one counts.
+    target: KL in nats. If not 0, `step` is only the first of at most `TRIES`, until KL(step) is within a factor of two of it: a step too small drowns in
+    rounding, one too large leaves the quadratic law. Raises NonFiniteError: no step came near the target, so nothing is known of q.
     """
-    for left in range(TRIES, 0, -1):
-        kl = exact_kl(model, update, probe, step, temperature)
-        if left == 1 or not target or target / 2 <= kl <= 2 * target:
-            break
+    tried = []
+    for _ in range(TRIES):
+        kl = exact_kl(model, update, probe, step, temperature, logits)
+        if not target or target / 2 <= kl <= 2 * target:
+            return kl / step**2
+        tried.append((kl, step))
         step *= 0.1 if not math.isfinite(kl) else min(max(math.sqrt(target / max(kl, 1e-30)), 0.01), 100.0)
-    return kl / step**2
+    if not any(kl for kl, _ in tried):  # nothing moves the policy
+        return 0.0
+    found = ", ".join(f"{kl:.3g} at step {step:.3g}" for kl, step in tried)
+    raise NonFiniteError(f"no step moved the policy by about {target:g} nats (KL {found}): set another probe_step or probe_kl")
 
 
 @torch.no_grad()
-def q_jvp(model: nn.Module, update: Proposal, probe: ProbeBatch, temperature: float = 1.0) -> float:
+def q_jvp(model: nn.Module, update: Proposal, probe: Any, temperature: float = 1.0, logits: Logits = context_logits) -> float:
     """q by one forward-mode pass: every target adds −(x Vᵀ) Uᵀ to its output's tangent; a sketched update needs no [D, K] tangent.
 
-    Attention goes by blocks (forward_mode.py), whichever kernel the model is loaded with: memory grows as the length, not as its square.
-    Raises:
-        RuntimeError: an operation of the model has no forward-mode rule. ConfigError: its attention is of a kind without one.
+    Raises RuntimeError: an operation of the model has no forward-mode rule. ConfigError: its attention is of a kind without one.
     """
-    total = 0.0
-    with _probing(model), forward_mode(model), _branch(model, update, None):
-        for part in probe.parts(vocabulary(model)):
+    total, contexts = 0.0, 0
+    with probing(model), forward_mode(model), _branch(model, update, None):
+        for part in parts_of(model, probe):
             try:
-                z_CV, zdot_CV = fw.unpack_dual(_context_logits(model, part))
+                z_CV, zdot_CV = fw.unpack_dual(logits(model, part))
             except (NotImplementedError, RuntimeError) as error:
                 if "forward" not in str(error):
                     raise
                 raise RuntimeError(f"this model has an operation without a forward-mode rule ({str(error).splitlines()[0]}): {INSTEAD}") from error
+            contexts += len(z_CV)
             if zdot_CV is not None:
                 for z, zdot in zip(z_CV.split(CHUNK), zdot_CV.split(CHUNK), strict=True):
                     total += float(logit_variance(z, zdot, temperature).sum())
-    total, contexts = probe.over_ranks(total)
+    total, contexts = over_ranks(probe, total, contexts)
     return total / (2 * contexts * temperature**2)
 
 
-def predict_q(model: nn.Module, update: Proposal, probe: ProbeBatch, config: KLConfig, last: float | None = None) -> float:
-    """q(D) of the proposed update by the configured estimator; KL(α) ≈ α² q.
+INSTEAD = 'use KLConfig(estimator="finite_difference") or "score_sketch"'
+FORWARD_MODE: list[Callable[[nn.Module], contextlib.AbstractContextManager]] = []  # more rules, each a context around a model
 
-    last: q of the update before, with which a finite difference of `probe_kl` nats starts near its step.
-    Raises:
-        NonFiniteError: the prediction is NaN, infinite or negative.
+
+@contextlib.contextmanager
+def forward_mode(model: nn.Module) -> Iterator[None]:
+    """A dual level of `torch.autograd.forward_ad` in which `model` carries tangents from a layer's output to its logits.
+
+    torch's fused attention has no forward-mode rule, its unfused kernel has; `FORWARD_MODE` may add rules that need less memory.
     """
-    if config.estimator == "jvp":
-        q = q_jvp(model, update, probe, config.temperature)
-    elif config.estimator == "score_sketch":
-        from .variants.score import q_score_sketch  # it builds on this file
+    with contextlib.ExitStack() as stack:
+        for context in (fw.dual_level(), sdpa_kernel(SDPBackend.MATH), *(make(model) for make in FORWARD_MODE)):
+            stack.enter_context(context)
+        yield
 
-        q = q_score_sketch(model, update, probe, config.score_samples, config.temperature)
-    else:
-        step = math.sqrt(config.probe_kl / last) if last and config.probe_kl else config.probe_step
-        q = q_finite_difference(model, update, probe, step, config.temperature, config.probe_kl)
+
+# (model, update, probe, config, q of the update before or None, logits) -> q of the proposal
+Estimator = Callable[[nn.Module, Proposal, Any, KLConfig, float | None, Logits], float]
+
+
+def _by_jvp(model, update, probe, config, last, logits):
+    return q_jvp(model, update, probe, config.temperature, logits)
+
+
+def _by_finite_difference(model, update, probe, config, last, logits):
+    step = math.sqrt(config.probe_kl / last) if last and config.probe_kl else config.probe_step  # near the last one's
+    return q_finite_difference(model, update, probe, step, config.temperature, config.probe_kl, logits)
+
+
+ESTIMATORS |= {"jvp": _by_jvp, "finite_difference": _by_finite_difference}
+
+
+def predict_q(
+    model: nn.Module, update: Proposal, probe: Any, config: KLConfig, last: float | None = None, estimator: Estimator | None = None,
+    logits: Logits = context_logits,
+) -> float:  # fmt: skip
+    """q(D) of the proposed update by `estimator`, or the configured one; KL(α) ≈ α² q.
+
+    Raises NonFiniteError: the prediction is NaN, infinite or negative.
+    """
+    q = (estimator or ESTIMATORS[config.estimator])(model, update, probe, config, last, logits)
     if not math.isfinite(q) or q < 0:
         raise NonFiniteError(f"predicted KL coefficient q = {q} of update {update.version}: the step is not taken")
     return q
@@ -198,10 +248,14 @@ def budget_at(config: KLConfig, update: int) -> float:
 
 
 class StepController:
-    """α = min(α_max, √(δ_eff/q)): rescales a proposed update to its KL budget and remembers the mismatch (METHOD section 4)."""
+    """α = min(α_max, √(δ_eff/q)): rescales a proposed update to its KL budget and remembers the mismatch (METHOD section 4).
 
-    def __init__(self, config: KLConfig) -> None:
-        self.config = config
+    estimator: of q, in place of the one that the settings name. logits: (model, probe) -> logits [C, V] at the probe's contexts, for a module that is no
+    causal language model of transformers; the probe is then whatever it reads.
+    """
+
+    def __init__(self, config: KLConfig, estimator: Estimator | None = None, logits: Logits = context_logits) -> None:
+        self.config, self.estimator, self.logits = config, estimator, logits
         self.mismatch: float | None = None
         self.q: float | None = None  # of the last update
         self.last: dict = {}
@@ -220,7 +274,7 @@ class StepController:
             return budget
         return max(budget - self.mismatch, self.config.mismatch_floor * budget)
 
-    def observe_and_scale(self, model: nn.Module, update: Proposal, probe: ProbeBatch, mismatch: float) -> float:
+    def observe_and_scale(self, model: nn.Module, update: Proposal, probe: Any, mismatch: float) -> float:
         """`scale` with the mismatch of the same batch fed before: part of what this step may spend. An error leaves nothing behind."""
         before = self.state_dict()
         try:
@@ -230,22 +284,16 @@ class StepController:
             self.load_state_dict(before)
             raise
 
-    def scale(self, model: nn.Module, update: Proposal, probe: ProbeBatch) -> float:
+    def scale(self, model: nn.Module, update: Proposal, probe: Any) -> float:
         """α of a proposed update. Without a schedule α = 1 and nothing is measured. `last` tells what was used."""
         if self.config.schedule == "none":
             alpha, q, budget = 1.0, None, math.inf
         else:
             budget = self.effective_budget(update.version)
-            q = self.q = predict_q(model, update, probe, self.config, self.q)
+            q = self.q = predict_q(model, update, probe, self.config, self.q, self.estimator, self.logits)
             alpha = min(self.config.alpha_max, math.sqrt(budget / q)) if q else 1.0
-        self.last = {
-            "estimator": self.config.estimator,
-            "q": q,
-            "budget": budget_at(self.config, update.version),
-            "effective_budget": budget,
-            "alpha": alpha,
-            "predicted_kl": None if q is None else alpha**2 * q,
-        }
+        self.last = {"estimator": self.config.estimator, "q": q, "budget": budget_at(self.config, update.version), "effective_budget": budget,
+                     "alpha": alpha, "predicted_kl": None if q is None else alpha**2 * q}  # fmt: skip
         return alpha
 
     def state_dict(self) -> dict:
@@ -261,7 +309,7 @@ class StepController:
 
 
 @contextlib.contextmanager
-def _probing(model: nn.Module) -> Iterator[None]:
+def probing(model: nn.Module) -> Iterator[None]:
     """Evaluation mode (no dropout, no activation checkpointing), put back module by module; uncompiled, as hooks and tangents are not of the graph."""
     training = [m for m in model.modules() if m.training]
     model.eval()
@@ -273,25 +321,12 @@ def _probing(model: nn.Module) -> Iterator[None]:
             module.training = True
 
 
-def _context_logits(model: nn.Module, probe: ProbeBatch) -> torch.Tensor:
-    """Logits [C, V] at the contexts, row by row of the batch."""
-    keep = probe.input_ids.shape[1] - probe.first
-    logits = model(
-        input_ids=probe.input_ids,
-        attention_mask=probe.attention_mask,
-        position_ids=position_ids(probe.attention_mask),
-        logits_to_keep=keep,
-        use_cache=False,
-    ).logits
-    return logits[:, :-1][probe.response_mask[:, probe.first + 1 :]]
-
-
 @contextlib.contextmanager
 def hooked(model: nn.Module, update: Proposal, make: Callable[[str, torch.Tensor, Callable[[], torch.Tensor | None]], Callable]) -> Iterator[None]:
     """Forward hooks (with keywords) on the layers of an update: make(name, U, basis), where basis() gives V [R, K], or None for a full change.
 
-    V is asked for at each forward, since all of a model's at once would cost what packed projections save.
-    Raises ConfigError if the update has layers that the model lacks.
+    V is asked for at each forward, since all of a model's at once would cost what packed projections save. Raises ConfigError if the update has layers that
+    the model lacks.
     """
     modules = {canonical_name(n): m for n, m in model.named_modules()}
     if unknown := [n for n in update.factors if n not in modules]:
@@ -332,3 +367,27 @@ class _BranchHook:
         V_RK = self.basis()
         P = x if V_RK is None else x @ V_RK.to(dtype).T
         return P @ self.U_DR.to(dtype).T
+
+
+def add_on_grid(y: torch.Tensor, change: torch.Tensor, scale: float, generator: torch.Generator) -> torch.Tensor:
+    """y + scale · change in bf16, rounded up or down by chance: right in the mean. Both bf16, of one shape [..., D]; the result is new.
+
+    For a change of something that is already rounded. To nearest, every element that changes by less than half a unit in the last place would stay as it is;
+    where two different fp32 sums are rounded, their places between the neighbours spare them that.
+    """
+    made = torch.empty_like(y, memory_format=torch.contiguous_format)
+    for part, y_part, change_part in zip(*(t.reshape(-1).split(PART) for t in (made, y, change)), strict=True):
+        bits = torch.randint(2**16, y_part.shape, dtype=torch.int32, device=y.device, generator=generator)
+        values = y_part.float().add_(change_part, alpha=scale)
+        part.copy_(cut_or_nan(values, bits))
+    return made
+
+
+def cut_or_nan(values: torch.Tensor, bits: torch.Tensor) -> torch.Tensor:
+    """`cut_to_bfloat16` of values that may be NaN: a carry would make a number of a GPU's, which has all bits set."""
+    return cut_to_bfloat16(values, bits.mul_(values == values))
+
+
+def cut_to_bfloat16(values: torch.Tensor, bits: torch.Tensor) -> torch.Tensor:
+    """bf16 of contiguous fp32 `values` with `bits` (int32, below 2^16; overwritten) added below the last place that stays."""
+    return bits.add_(values.view(torch.int32)).bitwise_right_shift_(16).to(torch.int16).view(torch.bfloat16)

@@ -1,46 +1,105 @@
 """Which weights train, and how their sketches S = G Aᵀ accumulate in backward without G (METHOD section 2).
 
-Each target linear layer keeps its own forward. A forward hook passes its output through `_Tap`, the identity whose backward
-adds gᵀ(x Aᵀ) to the gradient of a parameter `logra_sketch` of the module. Being an ordinary parameter's gradient, S follows
-torch's own rules: microbatches add up, checkpointing counts once, `zero_grad` clears, `clip_grad_norm_` sees it.
-The parameter's value is a zero without storage, and it stays out of `state_dict`.
+Each target linear layer keeps its own forward. A forward hook passes its output through `_Tap`, an identity whose backward gives what the layer's
+`LayerSketch` makes of g and of what it kept of x to the parameter `logra_sketch` of the module. Being an ordinary parameter's gradient, it follows torch's
+own rules: microbatches add up, checkpointing counts once, `zero_grad` clears, `clip_grad_norm_` sees it. The parameter's value is a zero without storage,
+and it stays out of `state_dict`.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections import Counter
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import nn
-from torch.utils.weak import WeakTensorKeyDictionary
 
-from .projection import NEEDS_WIDTH, PackedProjection, ProjectionSpec, canonical_name, input_name, make_projection
+from .projection import Projection, ProjectionSpec, canonical_name
 from .settings import ConfigError, SketchConfig
-from .variants.allocation import layer_ranks
 
 SKETCH = "logra_sketch"
 PLAIN = (torch.float64, torch.float32, torch.bfloat16, torch.float16)  # dtypes of weights that a layer multiplies with as they are
-BITS = "bits"  # marks the packed A among what is drawn
+
+
+class LayerSketch:
+    """What one layer W [D, K] accumulates, and the factors that its gradient is seen through: the paper's S = G Aᵀ [D, R] and A.
+
+    A layer keeps P = x Aᵀ [N, R] instead of x [N, K] and adds gᵀ P; the gradient is then seen as S V with V = A. Another sketch is a subclass, given to
+    `attach` by a sketcher: it says what is kept, what is added, of which shape, and what S and V are.
+
+    name: canonical name of the layer. spec: of the first draw. drawn_for: the layer whose A it is, by default its own.
+    """
+
+    by_value = False  # whether V of the next update must be sent, being no function of a seed
+    keeps = True  # whether `matrix` keeps what it makes until the next draw
+
+    def __init__(self, name: str, module: nn.Linear, spec: ProjectionSpec, drawn_for: str | None = None) -> None:
+        self.name, self.module = name, module
+        self.projection = Projection(spec, drawn_for or name, module.in_features)
+        self._made: dict[tuple, torch.Tensor] = {}
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of what accumulates, fp32."""
+        return self.module.out_features, self.projection.spec.rank
+
+    @property
+    def draw(self) -> object:
+        """What tells this draw from every other: backward of a forward that was made with another one is refused."""
+        return self.projection
+
+    def matrix(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """A [R, K] on the weight's device; made on first use and kept until the next draw."""
+        key = dtype, self.module.weight.device
+        if key not in self._made:
+            self._made[key] = self.projection.matrix(*key)
+        return self._made[key]
+
+    @torch.no_grad()
+    def keep(self, x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+        """What forward keeps of the layer's input x [..., K] for `add`. dtype: of the layer's output (under autocast not that of x)."""
+        x_NK = x.detach().to(dtype).reshape(-1, x.shape[-1])
+        return (x_NK @ self.matrix(dtype).T,)
+
+    def add(self, g_ND: torch.Tensor, *kept: torch.Tensor) -> torch.Tensor:
+        """What one backward adds, fp32 of `shape`. g_ND: gradient of the layer's output."""
+        (P_NR,) = kept
+        return product_fp32(g_ND.T, P_NR)
+
+    def factors(self, accumulated: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """S [D, R] and V [R, K], fp32, of what has accumulated: the gradient is seen as S V."""
+        return accumulated, self.matrix()
+
+    def redraw(self, number: int) -> None:
+        """Use draw `number` from now on; the matrices of the old one are let go."""
+        if number != self.projection.spec.draw:
+            spec = dataclasses.replace(self.projection.spec, draw=number)
+            self.projection = Projection(spec, self.projection.name, self.projection.width)
+            self._made.clear()
+
+    def clear(self) -> None:
+        """What has accumulated was dropped (`zero_grad`)."""
+
+    def __getstate__(self) -> dict:
+        return self.__dict__ | {"_made": {}}  # made again where it is needed
+
+
+Sketcher = Callable[[dict[str, nn.Linear], SketchConfig, torch.dtype], dict[str, LayerSketch]]
+
+
+def one_sided(layers: dict[str, nn.Linear], config: SketchConfig, wire_dtype: torch.dtype = torch.bfloat16) -> dict[str, LayerSketch]:
+    """The paper's sketch for every layer, by canonical name; a sketcher is a function like this one."""
+    spec = ProjectionSpec(config.seed, config.draw(0)[0], config.rank, config.distribution)
+    return {name: LayerSketch(name, module, spec) for name, module in layers.items()}
 
 
 class Target:
-    """One selected layer: y = x Wᵀ with W [D, K], its current projection A [R, K] and its sketch S [D, R].
+    """One selected layer: y = x Wᵀ with W [D, K], and how it is sketched."""
 
-    finder: takes A from what the layer's input was seen to be (activation.py), else None. products: P = x Aᵀ of the inputs x that are
-    alive now, shared by the layers that read them with the same A, else None.
-    """
-
-    def __init__(self, name: str, module: nn.Linear, spec: ProjectionSpec, storage: str = "fp32") -> None:
-        self.name, self.module, self.spec, self.storage = name, module, spec, storage
-        self.forgotten = 0  # draws of `spec` that were thrown away before an update
-        self.finder = None
-        self.products: WeakTensorKeyDictionary | None = None
-        self.paused = False
-        self._drawn: dict[tuple, torch.Tensor] = {}
-        self._handles: list = []
+    def __init__(self, name: str, module: nn.Linear, how: LayerSketch) -> None:
+        self.name, self.module, self.how = name, module, how
+        self._handle = None
 
     @property
     def weight(self) -> nn.Parameter:
@@ -48,136 +107,93 @@ class Target:
 
     @property
     def width(self) -> int:
+        """K."""
         return self.module.in_features
 
     @property
     def sketch(self) -> nn.Parameter:
-        """Zero-stride parameter [D, R] fp32 whose `.grad` is S."""
+        """Parameter without storage whose `.grad` accumulates: S [D, R] fp32, or what another sketch has."""
         return getattr(self.module, SKETCH)
 
+    @property
+    def spec(self) -> ProjectionSpec:
+        return self.how.projection.spec
+
     def projection(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """A [R, K] of the current draw on the weight's device; drawn on first use, or made anew at each as `storage` says."""
-        device = self.weight.device
-        if self.storage == "bits":
-            return self.packed().unpack(dtype)
-        if self.storage == "regenerate":
-            return make_projection(self.spec, self.name, self.width, dtype=dtype, device=device)
-        key = (dtype, device)
-        if key not in self._drawn:
-            if self.finder is not None and self.finder.tokens:
-                self._drawn[key] = self.finder.rows().to(device=device, dtype=dtype)
-            else:
-                self._drawn[key] = make_projection(self.spec, self.name, self.width, dtype=dtype, device=device)
-        return self._drawn[key]
+        """A [R, K] of the current draw on the weight's device."""
+        return self.how.matrix(dtype)
 
-    def packed(self) -> PackedProjection:
-        """The bits of A of the current draw on the weight's device; drawn on first use."""
-        key = (BITS, self.weight.device)
-        if key not in self._drawn:
-            self._drawn[key] = PackedProjection(self.spec, self.name, self.width, self.weight.device)
-        return self._drawn[key]
+    def start(self) -> None:
+        """Sketch forwards from now on."""
+        self._handle = self.module.register_forward_hook(self._on_forward, with_kwargs=True)
 
-    def draw(self, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, ...]:
-        """All random matrices of the current draw; held until the next one where `storage` is fp32."""
-        return (self.projection(dtype),)
-
-    def draw_shapes(self, dtype: torch.dtype = torch.float32) -> dict[tuple, tuple[int, int]]:
-        """Key in `_drawn` -> shape of each of them."""
-        return {(dtype, self.weight.device): (self.spec.rank, self.width)}
-
-    @property
-    def by_value(self) -> bool:
-        """Whether the right factor of the next update is no function of a seed, so that it must be sent."""
-        return self.finder is not None and self.finder.tokens > 0
-
-    def factors(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """S [D, R] and V [R, K], fp32, of what has accumulated: the gradient is seen as S V."""
-        return self.sketch.grad, self.projection()
-
-    def sketch_shape(self) -> tuple[int, ...]:
-        """Of `sketch` and its gradient."""
-        return self.module.out_features, self.spec.rank
-
-    def redraw(self, spec: ProjectionSpec) -> None:
-        """Use another draw from now on, at the rank of this layer. Forwards made before it can no longer be differentiated (backward raises)."""
-        spec = dataclasses.replace(spec, rank=self.spec.rank)
-        if spec != self.spec:
-            self.spec = spec
-            self._drawn.clear()
-            if self.finder is not None:
-                self.finder.restart(spec)
-
-    @property
-    def found(self) -> bool:
-        """Whether an A was asked of what this layer's input was seen to be."""
-        return self.finder is not None and (bool(self._drawn) or self.finder.used)
-
-    def forget(self) -> None:
-        """Throw away what was seen, and the A of it, so that the next batch can be scored."""
-        self._drawn.clear()
-        self.finder.restart(self.spec, anew=True)
-        self.forgotten += 1
+    def stop(self) -> None:
+        """Leave forwards alone."""
+        if self._handle is not None:
+            self._handle.remove()
+        self._handle = None
 
     @torch.compiler.disable  # a graph break at each target: right under torch.compile, at the cost of some fusion
-    def _on_forward(self, module: nn.Module, args: tuple, kwargs: dict, output: torch.Tensor) -> torch.Tensor | None:
-        if self.paused or not torch.is_grad_enabled():  # scoring, generation, probes: nothing to accumulate, nothing to pay
-            return None
-        return self._tap(output, args[0] if args else kwargs["input"])
-
-    def _tap(self, output: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        return _Tap.apply(output, self._product(x, output.dtype), self.sketch, self)
-
-    @torch.no_grad()
-    def _product(self, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """P = x Aᵀ [N, R]. Under autocast the layer computed in the output's dtype, so its gradient is of the input in that dtype."""
-        shared = self.products is not None
-        if shared and (known := self.products.get(x)) is not None and known[0] == (x._version, dtype, self.spec):
-            return known[1]
-        P_NR = x.detach().to(dtype).reshape(-1, self.width) @ self.projection(dtype).T
-        if shared:
-            self.products[x] = (x._version, dtype, self.spec), P_NR
-        return P_NR
+    def _on_forward(self, module: nn.Module, args: tuple, kwargs: dict, output: torch.Tensor) -> None:
+        if not torch.is_grad_enabled():  # generation, probes: nothing to accumulate, nothing to pay
+            return
+        if self.sketch.dtype != torch.float32:
+            raise RuntimeError(f"{self.name!r} was cast to {self.sketch.dtype} after its sketch was attached: cast the model first, then attach")
+        kept = self.how.keep(args[0] if args else kwargs["input"], output.dtype)
+        # Tapped in place, since a view made by a Function could not be changed in place later, as F.relu_ does. A linear layer with a bias
+        # returns a view of its product; of that, so that backward need not copy the gradient for the view.
+        base = output._base if output._base is not None and output._base.numel() == output.numel() else output
+        _Tap.apply(base, self.sketch, self, *kept)
 
 
 class _Tap(torch.autograd.Function):
-    """Identity on y; the gradient of `sketch` is gᵀ P with P = x Aᵀ [N, R] saved instead of x [N, K]."""
+    """Identity on y, in place; the gradient of `sketch` is what `LayerSketch.add` makes of g and of what was kept."""
 
     @staticmethod
-    def forward(y, P_NR, sketch_DR, target):
-        return y.view_as(y)
+    def forward(y, sketch, target, *kept):
+        return y
 
     @staticmethod
     def setup_context(ctx, inputs, output):
-        y, P_NR, sketch_DR, target = inputs
-        ctx.save_for_backward(P_NR)
-        ctx.target, ctx.spec, ctx.forgotten = target, target.spec, target.forgotten
+        y, sketch, target, *kept = inputs
+        ctx.mark_dirty(y)
+        ctx.save_for_backward(*kept)
+        ctx.target, ctx.draw, ctx.kept = target, target.how.draw, len(kept)
 
     @staticmethod
     def backward(ctx, g):
-        refuse_old_draw(ctx)
-        S_DR = None
-        if ctx.needs_input_grad[2]:
-            (P_NR,) = ctx.saved_tensors
-            with plain_dtypes(g.device):
-                S_DR = product_fp32(g.reshape(-1, g.shape[-1]).T, P_NR)
-        return g, None, S_DR, None
+        if ctx.draw is not ctx.target.how.draw:
+            raise RuntimeError(
+                f"backward of {ctx.target.name!r} through a forward made with another projection draw than the current one "
+                f"({ctx.target.spec.draw}): run the backward before the update is applied, or dropped by zero_grad"
+            )
+        added = None
+        if ctx.needs_input_grad[1]:
+            with torch.no_grad(), autocast_off(g.device):
+                added = ctx.target.how.add(g.reshape(-1, g.shape[-1]), *ctx.saved_tensors)
+        return g, added, None, *[None] * ctx.kept
 
     @staticmethod
     def jvp(ctx, y_tangent, *_):
-        return y_tangent.view_as(y_tangent)
+        return y_tangent
 
 
-def refuse_old_draw(ctx) -> None:
-    """RuntimeError in a backward whose forward used another projection than the current one."""
-    if (ctx.spec, ctx.forgotten) != (ctx.target.spec, ctx.target.forgotten):
-        raise RuntimeError(
-            f"backward of {ctx.target.name!r} through a forward made with projection draw {ctx.spec.draw}, but the current "
-            f"draw is {ctx.target.spec.draw}, or another by zero_grad: run the backward before the update is applied"
-        )
+class _SketchParameter(nn.Parameter):
+    """fp32 zero of a shape, without storage for it; copies and pickles stay so."""
+
+    def __new__(cls, shape: tuple[int, ...], device: torch.device | str, requires_grad: bool = True) -> _SketchParameter:
+        value = torch.zeros((), dtype=torch.float32, device=device).expand(shape)
+        return torch.Tensor._make_subclass(cls, value, requires_grad)
+
+    def __deepcopy__(self, memo: dict) -> _SketchParameter:
+        return memo.setdefault(id(self), type(self)(tuple(self.shape), self.device, self.requires_grad))
+
+    def __reduce_ex__(self, protocol: int):
+        return type(self), (tuple(self.shape), self.device, self.requires_grad)
 
 
-def plain_dtypes(device: torch.device):
-    """Autocast off."""
+def autocast_off(device: torch.device) -> AbstractContextManager:
+    """Products inside are in the dtypes of their operands."""
     return torch.autocast(device.type, enabled=False) if torch.is_autocast_enabled(device.type) else nullcontext()
 
 
@@ -192,14 +208,13 @@ def product_fp32(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None = No
 def select_targets(model: nn.Module, targets: Iterable[str]) -> dict[str, nn.Linear]:
     """Canonical name -> layer for every module whose dotted name ends in one of `targets`, in model order. A layer with several names has its first.
 
-    Raises:
-        ConfigError: an entry matches nothing, a match is no `nn.Linear` with a plain floating-point weight (quantised and parametrised ones
-            compute with something else), two layers have one name, or a matched weight is shared with another module (a tied head).
+    Raises ConfigError: an entry matches nothing, a match is no `nn.Linear` with a plain floating-point weight (quantised and parametrised ones compute with
+    something else), two layers have one name, or a matched weight shares its memory with another parameter (a tied head).
     """
     targets = tuple(targets)
     modules = [(canonical_name(n), m) for n, m in model.named_modules(remove_duplicate=False)]
     first = {id(m): n for n, m in reversed(modules)}
-    owners = Counter(id(p) for m in dict.fromkeys(m for _, m in modules) for p in m._parameters.values() if p is not None)
+    tied = _tied(model)
     linear = sorted({n.rpartition(".")[2] for n, m in modules if isinstance(m, nn.Linear)})
     chosen: dict[str, nn.Linear] = {}
     problems = []
@@ -212,7 +227,7 @@ def select_targets(model: nn.Module, targets: Iterable[str]) -> dict[str, nn.Lin
                 problems.append(f"{name!r} is {type(module).__name__}, not a linear layer with a plain floating-point weight")
             elif chosen.get(first[id(module)], module) is not module:
                 problems.append(f"two layers are called {name!r}")
-            elif owners[id(module.weight)] > 1:
+            elif id(module) in tied:
                 problems.append(f"the weight of {name!r} is tied to another module; an update would change both")
             else:
                 chosen[first[id(module)]] = module
@@ -222,16 +237,25 @@ def select_targets(model: nn.Module, targets: Iterable[str]) -> dict[str, nn.Lin
     return dict(sorted(chosen.items(), key=lambda item: order[item[0]]))
 
 
-def attach(model: nn.Module, config: SketchConfig, wire_dtype: torch.dtype = torch.bfloat16) -> dict[str, Target]:
+def _tied(model: nn.Module) -> set[int]:
+    """ids of the modules whose `weight` is another module's parameter too, or overlaps one in memory."""
+    held = [(m, k, p) for m in model.modules() for k, p in m._parameters.items() if p is not None and k != SKETCH]
+    places: dict[object, list[tuple]] = {}
+    for module, key, p in held:
+        local = getattr(p, "_local_tensor", p)  # a DTensor's own rows
+        storage = local.untyped_storage()._cdata if local.numel() and local.device.type != "meta" else id(p)
+        start = local.storage_offset() * local.element_size()
+        places.setdefault(storage, []).append((start, start + local.numel() * local.element_size(), id(module), key))
+    return {m for spans in places.values() for i, (a, b, m, key) in enumerate(spans) if key == "weight"
+            for j, (c, d, _, _) in enumerate(spans) if i != j and c < b and a < d}  # fmt: skip
+
+
+def attach(model: nn.Module, config: SketchConfig, wire_dtype: torch.dtype = torch.bfloat16, sketcher: Sketcher | None = None) -> dict[str, Target]:
     """Freeze the model, select the targets and start accumulating their sketches. Undo with `detach`.
 
-    wire_dtype: to which an A that must be sent is rounded as soon as it is found.
-    Returns:
-        canonical name -> Target, in model order.
-    Raises:
-        ConfigError: see `select_targets`; the rank exceeds a layer's inputs where the rows of A are orthonormal; or the model is wrapped in
-            DDP or DataParallel, which know no sketches.
-        RuntimeError: the model is attached already or compiled already (compile after attaching).
+    wire_dtype: to which a V that must be sent by value is rounded. sketcher: makes the sketches; by default `config.sketcher`, if it has one, else
+    `one_sided`. Returns canonical name -> Target, in model order. Raises ConfigError: see `select_targets` and `Projection`; or the model is wrapped in DDP
+    or DataParallel, which know no sketches. RuntimeError: the model is attached already or compiled already (compile after attaching).
     """
     for name, module in model.named_modules():
         if isinstance(module, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
@@ -241,84 +265,36 @@ def attach(model: nn.Module, config: SketchConfig, wire_dtype: torch.dtype = tor
         if isinstance(module, torch._dynamo.OptimizedModule) or getattr(module, "_compiled_call_impl", None) is not None:
             raise RuntimeError(f"{name or 'the model'!r} is compiled: a compiled graph ignores later hooks; attach first, then compile")
     layers = select_targets(model, config.targets)
-    ranks = layer_ranks(config, layers)
-    specs = {n: ProjectionSpec(config.seed, 0, rank, config.distribution, config.share_inputs) for n, rank in ranks.items()}
-    if config.kind == "two_sided":
-        from .variants.two_sided import TwoSidedTarget  # it builds on this file
-
-        targets = {n: TwoSidedTarget(n, m, specs[n], dataclasses.replace(config, rank=ranks[n])) for n, m in layers.items()}
-    else:
-        if config.distribution in NEEDS_WIDTH or config.projection == "activation":
-            if small := [n for n, m in layers.items() if m.in_features < ranks[n] + config.drop_leading]:
-                width, more = layers[small[0]].in_features, f" (and drop_leading {config.drop_leading} more)" if config.drop_leading else ""
-                raise ConfigError(f"SketchConfig.rank = {ranks[small[0]]}{more}: orthonormal rows need rank <= inputs, but {small[0]!r} has {width}")
-        targets = {n: Target(n, m, specs[n], config.projection_storage) for n, m in layers.items()}
-    for members in _readers(targets, config.share_inputs):
-        if len({t.spec.rank for t in members}) > 1:
-            raise ConfigError(f"SketchConfig.ranks: {' and '.join(t.name for t in members)} share one input, so they need the same rank")
-        if config.share_inputs:
-            members[0].products = WeakTensorKeyDictionary()
-        if config.projection == "activation":
-            from .variants.activation import RangeFinder
-
-            members[0].finder = RangeFinder(members[0].spec, members[0].name, members[0].width, config.complement, wire_dtype, config.drop_leading)
-        for target in members:
-            target.products, target.finder, target._drawn = members[0].products, members[0].finder, members[0]._drawn
+    made = (sketcher or getattr(config, "sketcher", None) or one_sided)(layers, config, wire_dtype)
+    targets = {n: Target(n, layer, made[n]) for n, layer in layers.items()}
     model._logra_requires_grad = {n: p.requires_grad for n, p in model.named_parameters()}
     model.requires_grad_(False)
     for target in targets.values():
-        _add_sketch(target)
+        target.module.register_parameter(SKETCH, _SketchParameter(target.how.shape, target.weight.device))
+        target.start()
     model._logra_targets = targets
-    model._logra_embedding_hook = _require_grad_of_embeddings(model)
+    model._logra_handles = _state_dict_hooks(targets.values()) + _require_grad_of_embeddings(model)
     return targets
 
 
 def detach(model: nn.Module) -> None:
     """Remove hooks and sketches; parameters require grad as they did before `attach`. Weights stay as they are."""
     for target in getattr(model, "_logra_targets", {}).values():
-        for handle in target._handles:
-            handle.remove()
+        target.stop()
         delattr(target.module, SKETCH)
-    if (hook := getattr(model, "_logra_embedding_hook", None)) is not None:
-        hook.remove()
+    for handle in getattr(model, "_logra_handles", ()):
+        handle.remove()
     before = getattr(model, "_logra_requires_grad", {})
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(before.get(name, parameter.requires_grad))
-    for attribute in ("_logra_targets", "_logra_embedding_hook", "_logra_requires_grad"):
+    for attribute in ("_logra_targets", "_logra_handles", "_logra_requires_grad"):
         if hasattr(model, attribute):
             delattr(model, attribute)
 
 
-@contextmanager
-def paused(model: nn.Module) -> Iterator[None]:
-    """Forward passes inside are not sketched, though they have gradients."""
-    targets = [t for m in model.modules() for t in getattr(m, "_logra_targets", {}).values()]
-    try:
-        for target in targets:
-            target.paused = True
-        yield
-    finally:
-        for target in targets:
-            target.paused = False
-
-
-def _readers(targets: dict[str, Target], share: bool) -> list[list[Target]]:
-    """Targets in groups that read the same input (q, k, v; gate, up); each by itself without sharing."""
-    groups: dict[tuple, list[Target]] = {}
-    for target in targets.values():
-        groups.setdefault((input_name(target.name) if share else target.name, target.width), []).append(target)
-    return list(groups.values())
-
-
-def _add_sketch(target: Target) -> None:
-    module = target.module
-    value = torch.zeros((), dtype=torch.float32, device=module.weight.device).expand(target.sketch_shape())
-    module.register_parameter(SKETCH, nn.Parameter(value))
-    target._handles = [
-        module.register_forward_hook(target._on_forward, with_kwargs=True),
-        module.register_state_dict_post_hook(_drop_key),
-        module.register_load_state_dict_post_hook(_not_missing),
-    ]
+def _state_dict_hooks(targets: Iterable[Target]) -> list:
+    modules = [t.module for t in targets]
+    return [m.register_state_dict_post_hook(_drop_key) for m in modules] + [m.register_load_state_dict_post_hook(_not_missing) for m in modules]
 
 
 def _drop_key(module, state_dict, prefix, local_metadata) -> None:
@@ -330,30 +306,12 @@ def _not_missing(module, incompatible_keys) -> None:
     missing[:] = [k for k in missing if k.rpartition(".")[2] != SKETCH]
 
 
-def _require_grad_of_embeddings(model: nn.Module):
+def _require_grad_of_embeddings(model: nn.Module) -> list:
     """Reentrant checkpointing runs no backward unless an input requires grad, and every weight is frozen."""
     embeddings = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
-    if embeddings is None:
-        return None
-
-    def require_grad(module, args, output):
-        if torch.is_grad_enabled() and not output.requires_grad:
-            output.requires_grad_(True)
-
-    return embeddings.register_forward_hook(require_grad)
+    return [] if embeddings is None else [embeddings.register_forward_hook(_require_grad)]
 
 
-def target_table(targets: dict[str, Target]) -> str:
-    """What was chosen, a line a kind of layer: name, how many, D x K, weight and sketch parameters."""
-    kinds: dict[tuple, list[Target]] = {}
-    for target in targets.values():
-        key = (target.name.rpartition(".")[2], target.module.out_features, target.width)
-        kinds.setdefault(key, []).append(target)
-    rows = [f"{'layer':<12}{'count':>6}{'D x K':>16}{'weights':>15}{'sketch':>13}"]
-    for (kind, d, k), members in kinds.items():
-        count = len(members)
-        rows.append(f"{kind:<12}{count:>6}{f'{d} x {k}':>16}{count * d * k:>15,}{sum(t.sketch.numel() for t in members):>13,}")
-    weights = sum(t.module.out_features * t.width for t in targets.values())
-    sketch = sum(t.sketch.numel() for t in targets.values())
-    rows.append(f"{'all':<12}{len(targets):>6}{'':>16}{weights:>15,}{sketch:>13,}")
-    return "\n".join(rows)
+def _require_grad(module, args, output) -> None:
+    if torch.is_grad_enabled() and not output.requires_grad:
+        output.requires_grad_(True)

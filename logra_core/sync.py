@@ -1,14 +1,14 @@
 """What travels from trainer to rollout policy, and how a second copy of the weights follows the first without drifting.
 
-`SketchUpdate` carries the factor αηU of every layer and the seed of A (METHOD section 5). A merge is additive and so not
-idempotent: a `Replica` takes version n + 1 of its own run only, checks digests, stages, and either commits whole or stays as it was.
+`SketchUpdate` carries the factor αηU of every layer and the seed of A, or V by value (METHOD section 5). A merge is additive and so not idempotent:
+a `Replica` takes version n + 1 of its own run only, checks digests, stages, and either commits whole or stays as it was.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,14 +19,12 @@ from safetensors.torch import load as load_safetensors
 from safetensors.torch import save as save_safetensors
 from torch import nn
 
-from .projection import ProjectionSpec, at_rank, make_projection, projection_digest
+from .projection import Projection, ProjectionSpec, projection_digest
 from .settings import ConfigError
 from .sketch import select_targets
-from .variants.rounding import Rounding
-from .weights import Masters, RoundedWeights, Weights
+from .weights import Masters, Weights
 
-# The second is of bf16 weights without masters: whoever knows only the first refuses it.
-FORMAT, ROUNDING_FORMAT = 1, 2
+FORMAT = 3
 _DTYPES = {torch.bfloat16: "bfloat16", torch.float32: "float32", torch.float16: "float16"}
 
 
@@ -36,38 +34,39 @@ class SyncError(RuntimeError):
 
 @dataclass(frozen=True, eq=False)
 class SketchUpdate:
-    """An update W ← W − Σ factor · V of every target, V drawn from `projection` or given by value.
+    """An update W ← W − Σ factor · V of every target.
 
-    run_id: the run it belongs to. version: number of updates after it is applied (from 1).
-    factors: name -> [D, R]; as proposed in fp32, as sent rounded to the wire dtype with α inside.
-    widths: name -> K. ranks: name -> R where it is not that of `projection`.
-    bases: name -> V [R, K] by value, rounded alike, where no seed gives V; any R; a shared tensor is sent once.
-    fingerprint: of the weights after the update ("" when not checked). rounded: whether it may be merged and sent.
-    rounding_seed: of the stochastic rounding (rounding.py) of bf16 weights without masters; None: into fp32 masters, nothing is rounded.
+    run_id: the run it belongs to. version: number of updates after it is applied (from 1). factors: name -> [D, R]; as proposed in fp32, as sent rounded to
+    the wire dtype with α inside. bases: name -> V [R, K]: a `Projection`, which a seed gives, or a tensor by value, rounded alike; a shared tensor is sent
+    once. seed: of the run. weights: how both sides keep their weights (`Weights.kind`). fingerprint: of the weights after the update. rounded: whether it
+    may be merged and sent. drawn: V at hand already, while it is; saves making it again.
     """
 
     run_id: str
     version: int
-    projection: ProjectionSpec
     factors: dict[str, torch.Tensor]
-    widths: dict[str, int]
-    bases: dict[str, torch.Tensor] = field(default_factory=dict)
+    bases: dict[str, Projection | torch.Tensor]
+    seed: int = 0
+    weights: str = Masters.kind
     fingerprint: str = ""
     rounded: bool = False
-    drawn: Mapping[str, torch.Tensor] = field(default_factory=dict, repr=False)  # A at hand already; saves drawing it again
-    ranks: dict[str, int] = field(default_factory=dict)
-    rounding_seed: int | None = None
-
-    @property
-    def rounding(self) -> Rounding | None:
-        """Which random bits the merge rounds with."""
-        return None if self.rounding_seed is None else Rounding(self.rounding_seed, self.version)
+    drawn: dict[str, torch.Tensor] = field(default_factory=dict, repr=False)
+    seal: Callable[[], str] | None = field(default=None, repr=False)
 
     def basis(self, name: str, device: torch.device | str = "cpu") -> torch.Tensor:
         """V [R, K] fp32 of a layer."""
-        if (made := self.bases.get(name, self.drawn.get(name))) is None:
-            made = make_projection(at_rank(self.projection, self.ranks, name), name, self.widths[name], device=device)
-        return made.to(device=device, dtype=torch.float32)
+        made = self.drawn.get(name, self.bases[name])
+        return made.matrix(device=device) if isinstance(made, Projection) else made.to(device=device, dtype=torch.float32)
+
+    @property
+    def by_value(self) -> dict[str, torch.Tensor]:
+        """The V that are sent."""
+        return {n: V for n, V in self.bases.items() if isinstance(V, torch.Tensor)}
+
+    @property
+    def projections(self) -> dict[str, Projection]:
+        """The V that the receiver makes of seeds."""
+        return {n: V for n, V in self.bases.items() if isinstance(V, Projection)}
 
     def scaled(self, alpha: float, dtype: torch.dtype) -> SketchUpdate:
         """α · update, rounded once to `dtype`: what both sides merge (METHOD section 5)."""
@@ -77,70 +76,73 @@ class SketchUpdate:
             raise ConfigError(f"alpha = {alpha!r}: expected a finite number >= 0")
         rows = {"dtype": dtype, "memory_format": torch.contiguous_format}  # as on the other side: a product's bits depend on the layout
         factors = {n: torch.mul(U_DR, alpha, out=torch.empty_like(U_DR, **rows)) for n, U_DR in self.factors.items()}
-        rounded = {id(V_RK): torch.empty_like(V_RK, **rows).copy_(V_RK) for V_RK in self.bases.values()}
-        return dataclasses.replace(self, factors=factors, bases={n: rounded[id(V)] for n, V in self.bases.items()}, rounded=True)
+        rounded = {id(V_RK): torch.empty_like(V_RK, **rows).copy_(V_RK) for V_RK in self.by_value.values()}
+        bases = {n: V if isinstance(V, Projection) else rounded[id(V)] for n, V in self.bases.items()}
+        drawn = {n: V for n, V in self.drawn.items() if isinstance(bases[n], Projection)}
+        return dataclasses.replace(self, factors=factors, bases=bases, rounded=True, drawn=drawn)
+
+    def sealed(self, seal: Callable[[], str]) -> SketchUpdate:
+        """With the weights' fingerprint to be had from `seal` when it is sent; without what is at hand."""
+        return dataclasses.replace(self, seal=seal, drawn={})
 
     def payload_bytes(self) -> int:
         """Bytes of the factors, Σ D·R·(bytes an element) as in METHOD section 5, and of the bases sent by value."""
-        return sum(t.numel() * t.element_size() for t in (*self.factors.values(), *{id(t): t for t in self.bases.values()}.values()))
+        return sum(t.numel() * t.element_size() for t in (*self.factors.values(), *{id(t): t for t in self.by_value.values()}.values()))
 
     def to_bytes(self, fingerprint: str | None = None) -> bytes:
-        """The message: safetensors, with everything but the factors in a digested header."""
+        """The message: safetensors, with everything but the factors in a digested header.
+
+        fingerprint: of the weights after the update, which the receiver compares with its own; by default theirs, if `LoGRA.apply` made this update. ""
+        leaves it out, and with it the proof that both policies are equal.
+        """
         if not self.rounded:
             raise SyncError("only a scaled and rounded update may be sent: take what LoGRA.apply returns")
-        source = {id(V_RK): n for n, V_RK in reversed(self.bases.items())}  # of each distinct V, the first layer: it sends it
-        header = {
-            "format": FORMAT,
-            "kind": "update",
-            "run_id": self.run_id,
-            "version": self.version,
-            "projection": dataclasses.asdict(self.projection),
-            "widths": self.widths,
-            "projection_digest": projection_digest(self.projection, {n: k for n, k in self.widths.items() if n not in self.bases}, self.drawn, self.ranks),
-            "fingerprint": self.fingerprint if fingerprint is None else fingerprint,
-            "same_basis": {n: source[id(V_RK)] for n, V_RK in self.bases.items() if source[id(V_RK)] != n},
-        } | ({"ranks": self.ranks} if self.ranks else {})
-        if self.rounding_seed is not None:
-            header |= {"format": ROUNDING_FORMAT, "rounding_seed": self.rounding_seed}
-        tensors = {f"U.{n}": t for n, t in self.factors.items()} | {f"V.{n}": self.bases[n] for n in source.values()}
-        return _pack(header, tensors)
+        if fingerprint is None:
+            fingerprint = self.seal() if self.seal is not None else self.fingerprint
+        by_value, seeded = self.by_value, self.projections
+        source = {id(V_RK): n for n, V_RK in reversed(by_value.items())}  # of each distinct V, the first layer: it sends it
+        header = {"format": FORMAT, "kind": "update", "run_id": self.run_id, "version": self.version, "seed": self.seed, "weights": self.weights,
+                  "fingerprint": fingerprint, "projection_digest": projection_digest(seeded),
+                  "draw": sorted({(p.spec.seed, p.spec.draw, p.spec.distribution) for p in seeded.values()}),
+                  "widths": {n: p.width for n, p in seeded.items()}, "drawn_for": {n: p.name for n, p in seeded.items() if p.name != n},
+                  "same_basis": {n: source[id(V_RK)] for n, V_RK in by_value.items() if source[id(V_RK)] != n}}  # fmt: skip
+        if len(header["draw"]) > 1:
+            raise SyncError(f"one message holds one draw; these bases are of {header['draw']}")
+        return _pack(header, {f"U.{n}": t for n, t in self.factors.items()} | {f"V.{n}": by_value[n] for n in source.values()})
 
     @classmethod
     def from_bytes(cls, data: bytes) -> SketchUpdate:
-        """Parse and check a message; A is drawn anew and its digest compared with the sender's.
+        """Parse and check a message; the bits of A are drawn anew and their digest compared with the sender's.
 
-        Raises:
-            SyncError: truncated, corrupted, of another kind or format, or A differs from the sender's.
+        Raises SyncError: truncated, corrupted, of another kind or format, or A differs from the sender's.
         """
         header, tensors = _unpack(data, "update")
         try:
-            projection = ProjectionSpec(**header["projection"])
             factors = {n[2:]: t for n, t in tensors.items() if n.startswith("U.")}
-            bases = {n[2:]: t for n, t in tensors.items() if n.startswith("V.")}
+            bases: dict[str, Any] = {n[2:]: t for n, t in tensors.items() if n.startswith("V.")}
             bases |= {n: bases[first] for n, first in header["same_basis"].items()}
-            widths, ranks = {n: int(k) for n, k in header["widths"].items()}, header.get("ranks", {})
-            drawn = {n: make_projection(at_rank(projection, ranks, n), n, k) for n, k in widths.items() if n not in bases}
-            seed = header["rounding_seed"] if rounds(header) else None
-            made = factors, widths, bases, header["fingerprint"], True, drawn, ranks, seed
-            update = cls(header["run_id"], header["version"], projection, *made)
-            update.rounding  # its seed and version are checked
-        except (KeyError, TypeError, AttributeError, ConfigError) as error:
+            for what, least in (("seed", 0), ("version", 1)):
+                if type(header[what]) is not int or header[what] < least:
+                    raise ValueError(f"{what} = {header[what]!r}: expected an integer >= {least}")
+            if strange := sorted((set(bases) | set(header["widths"])) ^ set(factors)):
+                raise SyncError(f"factors and bases are of different layers: {', '.join(strange[:5])}")
+            seeded = {}
+            for name, width in header["widths"].items():
+                seed, draw, distribution = header["draw"][0]
+                spec = ProjectionSpec(seed, draw, factors[name].shape[1], distribution)
+                seeded[name] = Projection(spec, header["drawn_for"].get(name, name), int(width))
+            update = cls(header["run_id"], header["version"], factors, bases | seeded, header["seed"], header["weights"], header["fingerprint"], True)
+        except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
             raise SyncError(f"update message with a malformed header: {error!r}") from error
-        if (ours := projection_digest(projection, {n: widths[n] for n in drawn}, drawn)) != header["projection_digest"]:
+        if (ours := projection_digest(seeded)) != header["projection_digest"]:
             raise SyncError(f"the sender's projections have digest {header['projection_digest']}, ours {ours}: not the same A on both sides")
         return update
 
 
-def full_state_bytes(weights: Masters, run_id: str, version: int) -> bytes:
-    """The full resync message: every target's fp32 master [D, K] (without masters: its bf16 weight), run and version."""
-    header = {"format": FORMAT, "kind": "full", "run_id": run_id, "version": version, "fingerprint": weights.fingerprint()}
-    header |= {"format": ROUNDING_FORMAT} if weights.rounds else {}
+def full_state_bytes(weights: Weights, run_id: str, version: int) -> bytes:
+    """The full resync message: every target's fp32 master [D, K] (without masters: its weight), run and version."""
+    header = {"format": FORMAT, "kind": "full", "run_id": run_id, "version": version, "weights": weights.kind, "fingerprint": weights.fingerprint()}
     return _pack(header, {f"W.{n}": weights.stored(n) for n in weights.shapes})
-
-
-def rounds(header: dict) -> bool:
-    """Whether a message is about bf16 weights without masters."""
-    return header["format"] == ROUNDING_FORMAT
 
 
 def message_header(data: bytes) -> dict:
@@ -162,18 +164,16 @@ class Replica:
     """A second copy of the policy, kept in step by messages alone.
 
     Args:
-        model: whose target layers follow the trainer's (other parameters must be equal already, they never train), or the masters alone.
-        targets: as in `SketchConfig.targets`; not used with masters.
-        run_id, version: what the weights are now; by default version 0 of whichever run sends first.
-        stochastic_rounding: as in `OptimConfig.stochastic_rounding`: the model is bf16 and no masters are kept. Not used with masters.
+        model: whose target layers follow the trainer's (other parameters must be equal already, they never train), or the weights alone. targets: as in
+        `SketchConfig.targets`; not used with weights. run_id, version: what the weights are now; by default version 0 of whichever run sends first.
+        rounding: how a model's weights are kept, as on the trainer's side; fp32 masters unless told.
     """
 
     def __init__(
-        self, model: nn.Module | Masters, targets: tuple[str, ...] = (), run_id: str | None = None, version: int = 0,
-        stochastic_rounding: bool = False,
+        self, model: nn.Module | Weights, targets: tuple[str, ...] = (), run_id: str | None = None, version: int = 0,
+        rounding: Masters | None = None,
     ) -> None:  # fmt: skip
-        kind = RoundedWeights if stochastic_rounding else Weights
-        self.weights = model if isinstance(model, Masters) else kind(select_targets(model, targets))
+        self.weights = model if isinstance(model, Weights) else Weights(select_targets(model, targets), rounding)
         self.run_id, self.version = run_id, version
 
     def fingerprint(self) -> str:
@@ -182,39 +182,37 @@ class Replica:
     def apply(self, update: SketchUpdate | bytes) -> None:
         """Merge version n + 1, whole or not at all.
 
-        Raises:
-            SyncError: anything else than the next update of this run, or the result is not the sender's. NonFiniteError: it is not
-            finite in bf16, where that is all that is kept. Nothing has changed.
+        Raises SyncError: anything else than the next update of this run, or the result is not the sender's. NonFiniteError: it is not finite as the weights
+        are kept. Nothing has changed.
         """
         self.prepare(update)()
 
     def resync(self, data: bytes) -> None:
         """Take over a full copy of the trainer's targets, whatever the state before; heals every refusal.
 
-        Raises:
-            SyncError: the message is damaged or of another model; nothing has changed.
+        Raises SyncError: the message is damaged or of another model; nothing has changed.
         """
         self.prepare_full(data)()
 
     def prepare(self, update: SketchUpdate | bytes) -> Callable[[], None]:
         """Check an update without changing anything. Returns the commit, which changes everything or nothing.
 
-        Raises:
-            SyncError: as `apply`, except for a result that is not the sender's, which the commit finds.
+        Raises SyncError: as `apply`, except for a result that is not the sender's, which the commit finds.
         """
         update = SketchUpdate.from_bytes(update) if isinstance(update, (bytes, bytearray, memoryview)) else update
         self._check_order(update)
-        self._check_rounding(update.rounding_seed is not None)
-        rank = dict.fromkeys(update.factors, update.projection.rank) | update.ranks | {n: t.shape[0] for n, t in update.bases.items() if t.dim() == 2}
-        self._check_tensors({n: (t, (d, rank[n])) for n, t, (d, k) in self._pair(update.factors)}, "factor")
-        self._check_tensors({n: (t, (rank.get(n), k)) for n, t, (d, k) in self._pair(update.bases, False)}, "basis")
-        if wrong := [n for n, k in update.widths.items() if k != self.weights.shapes[n][1]]:
+        self._check_kind(update.weights)
+        by_value = update.by_value
+        rank = {n: by_value[n].shape[0] if n in by_value else p.spec.rank for n, p in update.bases.items() if n not in by_value or by_value[n].dim() == 2}
+        self._check_tensors({n: (t, (d, rank.get(n))) for n, t, (d, k) in self._pair(update.factors)}, "factor")
+        self._check_tensors({n: (t, (rank.get(n), k)) for n, t, (d, k) in self._pair(by_value, False)}, "basis")
+        if wrong := [n for n, p in update.projections.items() if p.width != self.weights.shapes[n][1]]:
             raise SyncError(f"update {update.version}: widths do not fit {', '.join(wrong[:5])}")
 
         def commit() -> None:
             self._check_order(update)
             merge = self.weights.merge_
-            self._commit(lambda name: merge(name, update.factors[name], update.basis(name), update.rounding), update.fingerprint)
+            self._commit(lambda name: merge(name, update.factors[name], update.basis(name), update), update.fingerprint)
             self.run_id, self.version = update.run_id, update.version
 
         return commit
@@ -225,10 +223,10 @@ class Replica:
 
     def prepare_state(self, header: dict, state: dict[str, torch.Tensor]) -> Callable[[], None]:
         """As `prepare_full`, for a message read already."""
-        self._check_rounding(rounds(header))
+        self._check_kind(header["weights"])
         self._check_tensors({n: (t, shape) for n, t, shape in self._pair(state)}, "weight")
-        if self.weights.rounds and (other := {n: t.dtype for n, t in state.items() if t.dtype != torch.bfloat16}):
-            raise SyncError("weight not in bfloat16, though no masters are kept: " + ", ".join(f"{n} ({d})" for n, d in list(other.items())[:5]))
+        if why := self.weights.rounding.refused(state):
+            raise SyncError(why)
 
         def commit() -> None:
             self._commit(lambda name: self.weights.set_(name, state[name]), header["fingerprint"])
@@ -245,10 +243,9 @@ class Replica:
             kind = "repeated or out of order" if update.version <= self.version else "an earlier one was dropped"
             raise SyncError(f"update {update.version} at version {self.version} ({kind}): expected {self.version + 1}, or a full resync")
 
-    def _check_rounding(self, theirs: bool) -> None:
-        if theirs != self.weights.rounds:
-            kinds = {True: "rounds bf16 weights stochastically", False: "keeps fp32 masters"}
-            raise SyncError(f"stochastic_rounding differs: the sender {kinds[theirs]}, this replica {kinds[not theirs]}")
+    def _check_kind(self, theirs: str) -> None:
+        if theirs != self.weights.kind:
+            raise SyncError(f"weights are kept differently: the sender has {theirs!r}, this replica {self.weights.kind!r}")
 
     def _pair(self, given: dict, all_of_them: bool = True):
         ours = self.weights.shapes
@@ -266,7 +263,7 @@ class Replica:
             raise SyncError(f"{what} not finite: {', '.join(bad[:5])}")
 
     @torch.no_grad()
-    def _commit(self, change, fingerprint: str) -> None:
+    def _commit(self, change: Callable[[str], None], fingerprint: str) -> None:
         """Change every layer and publish; put all bits back on any failure (costs one copy of what is stored meanwhile)."""
         kept: dict[str, Any] = {}
         published = False
@@ -294,16 +291,13 @@ def _pack(header: dict, tensors: dict[str, torch.Tensor]) -> bytes:
 
 def _unpack(data: bytes, kind: str) -> tuple[dict, dict[str, torch.Tensor]]:
     try:
-        data = bytes(data)
-        tensors = load_safetensors(data)
-        length = int.from_bytes(data[:8], "little")
-        header = json.loads(json.loads(data[8 : 8 + length])["__metadata__"]["logra"])
+        tensors, header = load_safetensors(bytes(data)), message_header(data)
         digest = header.pop("digest")
-    except (SafetensorError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (SafetensorError, SyncError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise SyncError(f"not a whole LoGRA message ({len(data)} bytes): {error}") from error
-    if header.get("format") not in (FORMAT, ROUNDING_FORMAT) or header.get("kind") != kind:
+    if header.get("format") != FORMAT or header.get("kind") != kind:
         given = f"message of format {header.get('format')!r} and kind {header.get('kind')!r}"
-        raise SyncError(f"{given}: expected format {FORMAT} or {ROUNDING_FORMAT}, kind {kind!r}")
+        raise SyncError(f"{given}: expected format {FORMAT}, kind {kind!r}")
     if (ours := _digest(header, tensors)) != digest:
         raise SyncError(f"message digest {digest}, content {ours}: corrupted on the way")
     return header, tensors

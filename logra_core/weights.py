@@ -1,73 +1,247 @@
-"""Where the weights of the target layers are and how an update gets into them: fp32 masters, or bf16 weights and nothing else.
+"""Where the weights of the target layers are and how an update gets into them: a layout (where), a rounding (how they are kept), one merge.
 
-Belongs here: what an update is merged into, whoever holds it (the trainer's model, a replica's, a worker's). What travels is sync.py's.
+Belongs here: what an update is merged into, whoever holds it (the trainer's model, a replica's, a worker's). What travels is sync.py's. Layouts:
+whole weights in a model's modules, or tensors by themselves; rows of sharded ones are parallel/'s, served ones engines/'s. Roundings: fp32 masters, as the
+paper trains; variants/rounding.py has bf16 weights without masters. METHOD section 5.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import xxhash
 from torch import nn
 
-from .settings import ConfigError
-from .variants.rounding import TINY, Rounding, stochastic_round
+from .settings import NonFiniteError
+
+TINY = torch.finfo(torch.float32).tiny  # the smallest normal number, of bf16 too
 
 
-class Masters:
-    """fp32 masters [D, K] of the target weights, by name. `publish` is where a subclass makes a change visible to what serves the model."""
+class Merge(Protocol):
+    """What a rounding may draw its bits by: the run's seed, and the version that the weights have after the update (from 1)."""
 
-    rounds = False  # whether the weights are bf16 without masters, so that a merge rounds stochastically
+    seed: int
+    version: int
 
-    def __init__(self, masters: dict[str, torch.Tensor]) -> None:
-        self.masters = masters
+
+class Modules:
+    """Layout: the weights [D, K] of the layers of a model, whole in this process.
+
+    `local` is what this process stores of a layer; `gather` makes it whole, `own` takes this process's part of what is whole.
+    """
+
+    copies = False  # whether an fp32 weight needs a master beside it
+
+    def __init__(self, modules: Mapping[str, nn.Linear]) -> None:
+        self.modules = dict(modules)
 
     @property
     def shapes(self) -> dict[str, tuple[int, int]]:
         """name -> (D, K), in order."""
-        return {n: tuple(W_DK.shape) for n, W_DK in self.masters.items()}
+        return {n: tuple(m.weight.shape) for n, m in self.modules.items()}
 
-    def master(self, name: str) -> torch.Tensor:
-        """fp32 [D, K]."""
-        return self.masters[name]
+    def local(self, name: str) -> torch.Tensor:
+        return self.modules[name].weight.detach()
 
-    def stored(self, name: str) -> torch.Tensor:
-        """What is kept of a layer between updates, and all that checkpoints and full messages carry: here the master."""
-        return self.master(name)
+    def store_(self, name: str, value: torch.Tensor) -> None:
+        """Put `value`, rounded to its dtype, where `local` is."""
+        self.local(name).copy_(value)
 
-    def write_back(self, name: str) -> None:
-        """Called after each change of one layer."""
+    def gather(self, name: str, value: torch.Tensor) -> torch.Tensor:
+        return value
+
+    def own(self, name: str, whole: torch.Tensor) -> torch.Tensor:
+        return whole
+
+    def rows(self, name: str) -> slice:
+        """Which rows of the whole are local."""
+        return slice(0, self.shapes[name][0])
+
+    def keep(self, name: str) -> Any:
+        """What `restore_` makes the layer of again, should an update fail."""
+        return self.local(name).clone()
+
+    def restore_(self, name: str, kept: Any) -> None:
+        self.store_(name, kept)
 
     def publish(self) -> None:
         """Called once after all layers changed and their fingerprint was right, and again after a failure put them back."""
 
-    def merge_(self, name: str, U_DR: torch.Tensor, V_RK: torch.Tensor, rounding: Rounding | None = None) -> None:
-        """W ← W − U V in place; no [D, K] temporary (METHOD section 5). rounding: where no master is kept, and only there."""
-        subtract_product_(self.master(name), U_DR, V_RK)
-        self.write_back(name)
+
+class Tensors(Modules):
+    """Layout: weights in tensors of their own, by name."""
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        super().__init__({})
+        self.tensors = dict(tensors)
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, int]]:
+        return {n: tuple(W_DK.shape) for n, W_DK in self.tensors.items()}
+
+    def local(self, name: str) -> torch.Tensor:
+        return self.tensors[name]
+
+
+class Masters:
+    """Rounding: an fp32 master of every layer, the weight itself where that is fp32; else the weight is the master rounded to nearest."""
+
+    kind = "masters"  # in messages; both sides of a sync keep their weights alike
+    at_hand = True  # whether `read` makes nothing new
+
+    def start(self, layout: Modules) -> dict[str, torch.Tensor]:
+        """Masters by name, of the layers whose weight is not fp32, or is not to be merged into."""
+        self.layout = layout
+        local = ((n, layout.local(n)) for n in layout.shapes)
+        self.masters = {n: W.to(torch.float32, copy=True) for n, W in local if layout.copies or W.dtype != torch.float32}
+        return self.masters
+
+    def read(self, name: str) -> torch.Tensor:
+        """fp32, what is merged into: shared with the model where the model is fp32."""
+        return self.masters[name] if name in self.masters else self.layout.local(name)
+
+    def stored(self, name: str) -> torch.Tensor:
+        """What is kept of a layer between updates, and all that checkpoints and full messages carry."""
+        return self.read(name)
+
+    def refused(self, state: Mapping[str, torch.Tensor]) -> str:
+        """Why weights of a full message cannot be kept so; "" if they can."""
+        return ""
+
+    def check(self, names: Iterable[str]) -> list[str]:
+        """Layers that a merge could not take, found while nothing has changed."""
+        return []
+
+    def write_(self, name: str, value: torch.Tensor, update: Merge | None) -> None:
+        """Take over a merged weight (fp32; `read` itself where it was merged in place), or without an update one as it is."""
+        master = self.read(name)
+        if not value.is_set_to(master):
+            master.copy_(value)
+        if name in self.masters:
+            self.layout.store_(name, master)
+
+    def keep(self, name: str) -> Any:
+        return self.read(name).clone()
+
+    def put_back_(self, name: str, kept: Any) -> None:
+        self.write_(name, kept, None)
+
+
+class Weights:
+    """The weights of the target layers: merged into, digested, saved.
+
+    layout: or a dict of modules, or of tensors. rounding: fp32 masters unless told. Where masters are copies and the model's `load_state_dict` brings a
+    weight that the master does not round to, it becomes that weight.
+    """
+
+    def __init__(self, layout: Modules | Mapping[str, nn.Linear] | Mapping[str, torch.Tensor], rounding: Masters | None = None) -> None:
+        if not isinstance(layout, Modules):
+            tensors = any(isinstance(v, torch.Tensor) for v in layout.values())
+            layout = Tensors(layout) if tensors else Modules(layout)
+        self.layout, self.rounding = layout, rounding or Masters()
+        self.masters = self.rounding.start(layout)
+        self._handles = [layout.modules[n].register_load_state_dict_post_hook(_Loaded(self, n)) for n in self.masters if n in layout.modules]
+
+    @property
+    def modules(self) -> dict[str, nn.Linear]:
+        return self.layout.modules
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, int]]:
+        """name -> (D, K), in order."""
+        return self.layout.shapes
+
+    @property
+    def kind(self) -> str:
+        """How they are kept: "masters", or the name of another rounding."""
+        return self.rounding.kind
+
+    def release(self) -> None:
+        """Follow the model's `load_state_dict` no longer."""
+        for handle in self._handles:
+            handle.remove()
+
+    def loaded(self, name: str) -> None:
+        """The model's weight was loaded: take it over, unless it is this master rounded, as in a checkpoint of both."""
+        W_DK, master_DK = self.layout.local(name), self.masters[name]
+        if not torch.equal(master_DK.to(W_DK.device, W_DK.dtype), W_DK):
+            master_DK.copy_(W_DK)
+
+    def master(self, name: str) -> torch.Tensor:
+        """fp32, this process's part: shared with the model where the model is fp32."""
+        return self.rounding.read(name)
+
+    def stored(self, name: str) -> torch.Tensor:
+        """This process's part of what is kept between updates: the master, or a bf16 weight without one."""
+        return self.rounding.stored(name)
+
+    def whole(self, name: str) -> torch.Tensor:
+        """fp32 [D, K]."""
+        return self.layout.gather(name, self.master(name))
+
+    def merge_(self, name: str, U_DR: torch.Tensor, V_RK: torch.Tensor, update: Merge | None = None) -> None:
+        """W ← W − U V in place; no [D, K] temporary where masters are whole (METHOD section 5). update: whose seed another rounding draws by.
+
+        The product is of the whole layer wherever rows are kept: BLAS may add up a row of a shard in another order than the same row of the whole, and then
+        no replica could follow bit for bit.
+        """
+        W_DK = self.whole(name)
+        subtract_product_(W_DK, U_DR, V_RK)
+        self.rounding.write_(name, self.layout.own(name, W_DK), update)
 
     def set_(self, name: str, W_DK: torch.Tensor) -> None:
-        self.master(name).copy_(W_DK)
-        self.write_back(name)
+        """Take over a weight, bit for bit."""
+        self.rounding.write_(name, self.layout.own(name, W_DK), None)
 
     def keep(self, name: str) -> Any:
         """What `put_back_` makes the layer of again, should an update fail."""
-        return self.stored(name).clone()
+        return self.rounding.keep(name)
 
     def put_back_(self, name: str, kept: Any) -> None:
-        self.set_(name, kept)
+        self.rounding.put_back_(name, kept)
+
+    def publish(self) -> None:
+        """Make all changes visible to what serves the model."""
+        self.layout.publish()
 
     def norms(self, names: Iterable[str]) -> torch.Tensor:
-        """‖master‖ of each, fp32 [len(names)]."""
-        return torch.stack(torch._foreach_norm([self.master(n) for n in names]))
+        """‖master‖ of each, this process's part, fp32 [len(names)]."""
+        if self.rounding.at_hand:
+            return torch.stack(torch._foreach_norm([self.master(n) for n in names]))
+        return torch.stack([torch._foreach_norm([self.master(n)])[0] for n in names])  # only one is in fp32 at once
+
+    def norms_sq(self) -> list[float]:
+        """‖W‖² of each layer, in order."""
+        return self.norms(self.shapes).double().square().tolist()
+
+    def refuse_unmergeable(self) -> None:
+        """NonFiniteError for weights that a merge would find not finite when it is too late to change nothing."""
+        if bad := self.rounding.check(self.shapes):
+            raise NonFiniteError(f"weight of {', '.join(bad[:5])} holds NaN, infinity or a value too large: nothing was changed")
 
     def fingerprint(self, dtype: torch.dtype | None = None) -> str:
         """128-bit digest (hex) of names and master bits: equal exactly when the policies are. With `dtype`: of the masters rounded to it."""
-        names = sorted(self.shapes)
-        return weight_fingerprint((n, self.master(n) if dtype is None else canonical(self.master(n).to(dtype))) for n in names)
+        return weight_fingerprint((n, self.whole(n) if dtype is None else canonical(self.whole(n).to(dtype))) for n in sorted(self.shapes))
+
+
+class _Loaded:
+    """Hook on one layer. A copy of the model shares it, and is not what these masters belong to; a pickled one is of nobody."""
+
+    def __init__(self, weights: Weights | None, name: str) -> None:
+        self.weights, self.name = weights, name
+
+    def __call__(self, module: nn.Module, incompatible_keys) -> None:
+        if self.weights is not None and module is self.weights.modules[self.name]:
+            self.weights.loaded(self.name)
+
+    def __deepcopy__(self, memo: dict) -> _Loaded:
+        return self
+
+    def __reduce__(self):
+        return type(self), (None, self.name)
 
 
 def subtract_product_(W_DK: torch.Tensor, U_DR: torch.Tensor, V_RK: torch.Tensor) -> None:
@@ -102,142 +276,3 @@ def weight_fingerprint(items: Iterable[tuple[str, torch.Tensor]]) -> str:
         digest.update(name.encode())
         digest.update(W_DK.detach().float().cpu().contiguous().numpy())
     return digest.hexdigest()
-
-
-class Weights(Masters):
-    """Masters of the target layers of a model: the weight itself when it is fp32, else a copy that is rounded back after a change.
-
-    Where a copy is kept and the model's `load_state_dict` brings a weight that the copy does not round to, the copy becomes that weight.
-    """
-
-    def __init__(self, modules: dict[str, nn.Linear]) -> None:
-        self.modules = modules
-        own = {n: self._own(n) for n in modules}
-        super().__init__({} if self.rounds else {n: W.float() for n, W in own.items() if W.dtype != torch.float32})
-        self._handles = [modules[n].register_load_state_dict_post_hook(_Loaded(self, n)) for n in self.masters]
-
-    def release(self) -> None:
-        """Follow the model's `load_state_dict` no longer."""
-        for handle in self._handles:
-            handle.remove()
-
-    def _own(self, name: str) -> torch.Tensor:
-        """The part of the model's weight that this process has."""
-        return self.modules[name].weight.detach()
-
-    def loaded(self, name: str) -> None:
-        """The model's weight was loaded: take it over, unless it is this master rounded, as in a checkpoint of both."""
-        W_DK, master_DK = self._own(name), self.masters[name]
-        if not torch.equal(master_DK.to(W_DK.device, W_DK.dtype), W_DK):
-            master_DK.copy_(W_DK)
-
-    @property
-    def shapes(self) -> dict[str, tuple[int, int]]:
-        return {n: tuple(m.weight.shape) for n, m in self.modules.items()}
-
-    def master(self, name: str) -> torch.Tensor:
-        """fp32 [D, K], shared with the model where the model is fp32."""
-        return self.masters[name] if name in self.masters else self._own(name)
-
-    def write_back(self, name: str) -> None:
-        if name in self.masters:
-            self._own(name).copy_(self.masters[name])
-
-
-class _Loaded:
-    """Hook on one layer. A copy of the model shares it, and is not what these masters belong to."""
-
-    def __init__(self, weights: Weights, name: str) -> None:
-        self.weights, self.name = weights, name
-
-    def __call__(self, module: nn.Module, incompatible_keys) -> None:
-        if module is self.weights.modules[self.name]:
-            self.weights.loaded(self.name)
-
-    def __deepcopy__(self, memo: dict) -> _Loaded:
-        return self
-
-
-class Rounded(Masters):
-    """bf16 weights without a master: a merge computes W − U V in fp32, a layer at a time, and rounds it stochastically.
-
-    Weights that differ in −0 and subnormals alone count as equal, and are merged into as +0 (`canonical`). A subclass says where they are.
-    """
-
-    rounds = True
-
-    def stored(self, name: str) -> torch.Tensor:
-        """bf16 [D, K], the weight itself."""
-        raise NotImplementedError
-
-    def store_(self, name: str, W_DK: torch.Tensor) -> None:
-        """Put a bf16 weight in its place."""
-        self.stored(name).copy_(W_DK)
-
-    def master(self, name: str) -> torch.Tensor:
-        """fp32 [D, K], made anew at each call and shared with nobody."""
-        return canonical(self.stored(name)).float()
-
-    def norms(self, names: Iterable[str]) -> torch.Tensor:
-        """As `Masters.norms`, a layer at a time: only one is in fp32 at once."""
-        return torch.stack([torch._foreach_norm([self.master(n)])[0] for n in names])
-
-    def merge_(self, name: str, U_DR: torch.Tensor, V_RK: torch.Tensor, rounding: Rounding | None = None) -> None:
-        """W ← round(W − U V): the product in fp32 as where a master is kept. Raises NonFiniteError before the layer changes."""
-        if rounding is None:
-            raise ConfigError(f"{name!r} has no fp32 master: an update without a rounding seed would be lost in it")
-        W_DK = self._working_copy(name)
-        subtract_product_(W_DK, U_DR, V_RK)
-        own = self._stored_rows(name)
-        self.store_(name, stochastic_round(W_DK[own], rounding, name, own.start))
-
-    def _working_copy(self, name: str) -> torch.Tensor:
-        """fp32 [D, K] of the whole layer, whatever part of it is stored here."""
-        return self.master(name)
-
-    def _stored_rows(self, name: str) -> slice:
-        """Those that are stored here."""
-        return slice(0, self.shapes[name][0])
-
-    def set_(self, name: str, W_DK: torch.Tensor) -> None:
-        """Take over a bf16 weight, bit for bit."""
-        if W_DK.dtype != torch.bfloat16:
-            raise ConfigError(f"weight of {name!r} is {W_DK.dtype}; expected torch.bfloat16, since no fp32 master is kept")
-        self.store_(name, W_DK)
-
-
-class RoundedTensors(Rounded):
-    """bf16 weights in tensors of their own."""
-
-    def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
-        super().__init__({})
-        self.tensors = tensors
-
-    @property
-    def shapes(self) -> dict[str, tuple[int, int]]:
-        return {n: tuple(W_DK.shape) for n, W_DK in self.tensors.items()}
-
-    def stored(self, name: str) -> torch.Tensor:
-        return self.tensors[name]
-
-
-class RoundedWeights(Rounded, Weights):
-    """The bf16 weights of the target layers of a model, without masters."""
-
-    def __init__(self, modules: dict[str, nn.Linear]) -> None:
-        """Raises ConfigError, naming them, for weights that are not bf16."""
-        only_bfloat16(modules)
-        super().__init__(modules)
-
-    def stored(self, name: str) -> torch.Tensor:
-        return self.modules[name].weight.detach()
-
-
-def only_bfloat16(modules: dict[str, nn.Linear]) -> None:
-    """Raises ConfigError where stochastic rounding makes no sense: weights that are their own fp32 master, or of another format."""
-    if other := {n: m.weight.dtype for n, m in modules.items() if m.weight.dtype != torch.bfloat16}:
-        name, dtype = next(iter(other.items()))
-        raise ConfigError(
-            f"stochastic_rounding = True: allowed with bfloat16 weights only, but {len(other)} of {len(modules)} are not "
-            f"({name!r} is {str(dtype).removeprefix('torch.')}); load the model in bfloat16, or turn it off"
-        )

@@ -16,11 +16,13 @@ import torch
 import torch.autograd.forward_ad as fw
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from logra_core import LoGRA, OptimConfig, ProbeBatch, SketchConfig, kl
-from logra_core import forward_mode as blockwise
+from logra_core import LoGRA, ProbeBatch, kl
 from logra_core.engines.policy import load_policy
-from logra_core.forward_mode import FrozenLinear, forward_mode
+from logra_core.kl import forward_mode
 from logra_core.planning.memory import TrackMemory
+from logra_core.variants import OptimConfig, SketchConfig
+from logra_core.variants import attention as blockwise
+from logra_core.variants.attention import FrozenLinear
 
 WAYS = ("blocks", "unfused", "torch", "difference")
 

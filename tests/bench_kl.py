@@ -17,12 +17,13 @@ from unittest.mock import patch
 
 import torch
 
-from logra_core import LoGRA, OptimConfig, ProbeBatch, SketchConfig
+from logra_core import LoGRA, ProbeBatch
 from logra_core.engines.policy import load_policy
 from logra_core.engines.rollout import SamplingConfig, TransformersRollout
-from logra_core.kl import _context_logits, _probing, q_finite_difference, q_jvp
+from logra_core.kl import context_logits, probing, q_finite_difference, q_jvp
 from logra_core.rl.ppo import sequence_logprobs
 from logra_core.rl.runlog import RunLog
+from logra_core.variants import OptimConfig, SketchConfig
 from logra_core.variants.score import q_score_sketch
 
 SAMPLES, FD_KL, BF16_KL = (1, 4, 16), (1e-5, 1e-4, 1e-3), 0.03
@@ -61,8 +62,8 @@ def main() -> None:
     rounded = copy.deepcopy(model).to(torch.bfloat16)
 
     def forward(of=model):
-        with torch.no_grad(), _probing(of):
-            _context_logits(of, probe)
+        with torch.no_grad(), probing(of):
+            context_logits(of, probe)
 
     def in_bf16(v):
         return q_finite_difference(rounded, update, probe, math.sqrt(BF16_KL / exact))

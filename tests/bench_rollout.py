@@ -16,11 +16,11 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
 import torch
 
-from logra_core import SketchConfig
 from logra_core.engines.policy import load_policy
 from logra_core.engines.rollout import SamplingConfig, TransformersRollout
 from logra_core.engines.vllm_local import VLLMRollout
 from logra_core.rl.runlog import RunLog
+from logra_core.variants import SketchConfig
 
 
 def main() -> None:

@@ -14,13 +14,14 @@ import time
 import torch
 from peft import LoraConfig, get_peft_model
 
-from logra_core import LoGRA, OptimConfig, SketchConfig
+from logra_core import LoGRA
 from logra_core.engines.policy import load_policy
 from logra_core.planning.memory import TrackMemory
 from logra_core.rl.methods import compact, galore_adamw
 from logra_core.rl.runlog import RunLog
 from logra_core.rl.settings import GaLoreConfig
 from logra_core.sketch import select_targets
+from logra_core.variants import OptimConfig, SketchConfig
 
 METHODS = ("frozen", "logra", "dense", "lora", "galore")
 

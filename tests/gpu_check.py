@@ -15,10 +15,11 @@ import time
 
 import torch
 
-from logra_core import LoGRA, OptimConfig, ProbeBatch, ProjectionSpec, SketchConfig, exact_kl, full_state_bytes, make_projection
+from logra_core import LoGRA, ProbeBatch, ProjectionSpec, exact_kl, full_state_bytes, make_projection
 from logra_core.engines.policy import load_policy
 from logra_core.kl import q_jvp
 from logra_core.sketch import select_targets
+from logra_core.variants import OptimConfig, SketchConfig
 from logra_core.variants.rounding import Rounding, stochastic_round
 
 failed: list[str] = []

@@ -10,6 +10,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from logra_core import ProbeBatch
 from logra_core.engines.policy import load_policy
+from logra_core.variants import observe
 
 # Every switch of SketchConfig beyond the published method; tests of exactness, sync, resume and faults run over all of them.
 SWITCHES = {
@@ -22,7 +23,6 @@ SWITCHES = {
     "shared activation": {"projection": "activation", "share_inputs": True},
     "hadamard": {"distribution": "hadamard"},
     "shared bits": {"projection_storage": "bits", "share_inputs": True},
-    "regenerate": {"projection_storage": "regenerate"},
     "ranks": {"ranks": {"down_proj": 7, "layers.1": 2, "layers.2.self_attn.k_proj": 1}},
 }
 
@@ -30,8 +30,13 @@ SWITCHES = {
 def score(logra, ids: torch.Tensor) -> None:
     """The scoring pass that an activation-aware projection needs before backward; nothing for the others."""
     if logra.config.projection == "activation":
-        with logra.observe():
+        with observe(logra.targets.values()):
             logra.model(input_ids=ids, use_cache=False)
+
+
+def drawn(target) -> dict:
+    """The matrices and bits that a target's sketch keeps, by key."""
+    return target.how.source.made if hasattr(target.how, "source") else target.how._made
 
 
 def tiny_llama(seed: int = 0, **changes) -> LlamaForCausalLM:

@@ -5,9 +5,10 @@ import torch
 from models import policy_loss, random_ids, score, tiny_llama
 from torch import nn
 
-from logra_core import ConfigError, LoGRA, NonFiniteError, OptimConfig, ProjectionSpec, Replica, SketchConfig, SketchUpdate, make_projection
-from logra_core.projection import random_signs, stream_of
-from logra_core.variants.activation import RangeFinder, leading_rows
+from logra_core import ConfigError, LoGRA, NonFiniteError, ProjectionSpec, Replica, SketchUpdate, make_projection
+from logra_core.projection import stream_of
+from logra_core.variants import OptimConfig, SketchConfig
+from logra_core.variants.activation import RangeFinder, leading_rows, observe, random_signs
 
 IDS = random_ids(4, 10, 96)
 SPEC = ProjectionSpec(3, 2, 6, "rademacher")
@@ -108,10 +109,10 @@ def test_what_is_dropped_and_only_that_share_the_gradient():
     for rank, drop in ((2, 0), (28, 2)):
         sketch = SketchConfig(rank=rank, targets=("0",), projection="activation", complement=0.0, drop_leading=drop)
         logra = LoGRA(layer, sketch, OptimConfig(wire_dtype="float32"))
-        with logra.observe():
+        with observe(logra.targets.values()):
             layer(X)
         layer(X).square().sum().backward()
-        S, A = logra.targets["0"].factors()
+        S, A = logra.targets["0"].how.factors(logra.targets["0"].sketch.grad)
         expected = G.double() @ A.double().T
         assert float((S.double() - expected).norm() / G.norm()) < 1e-5
         share[drop] = float(S.norm() / G.norm()) ** 2
@@ -172,10 +173,10 @@ def test_nothing_of_the_gradient_is_lost_when_the_inputs_span_less_than_the_rank
     model, X = nn.Sequential(nn.Linear(30, 8), nn.Tanh(), nn.Linear(8, 9)), inputs(16, 30, 5)
     (G,) = torch.autograd.grad(model(X).square().sum(), model[0].weight)
     logra = LoGRA(model, SketchConfig(rank=6, targets=("0", "2"), projection="activation", complement=0.0), OptimConfig(wire_dtype="float32"))
-    with logra.observe():
+    with observe(logra.targets.values()):
         model(X)
     model(X).square().sum().backward()
-    S, A = logra.targets["0"].factors()
+    S, A = logra.targets["0"].how.factors(logra.targets["0"].sketch.grad)
     assert float((S @ A - G).norm() / G.norm()) < 1e-5
 
 
@@ -186,7 +187,7 @@ def test_before_any_scoring_pass_rows_are_random_and_given_by_the_seed():
             score(logra, IDS)
         policy_loss(logra.model, IDS, t).backward()
         update = logra.propose()
-        assert set(update.bases) == (set(logra.targets) if t == 1 else set())
+        assert set(update.by_value) == (set(logra.targets) if t == 1 else set())
         for name, target in logra.targets.items():
             by_seed = make_projection(ProjectionSpec(0, t, 4, "rademacher"), name, target.width)
             assert torch.equal(update.basis(name), by_seed) is (t != 1)
@@ -212,7 +213,7 @@ def test_the_replica_follows_and_rows_are_rounded_once():
 def test_layers_that_share_an_input_share_rows_and_send_them_once():
     logra, replica = make(share_inputs=True), Replica(tiny_llama(), SketchConfig().targets)
     score(logra, IDS)
-    assert {t.finder.tokens for t in logra.targets.values()} == {40}  # q, k and v read the same input, which counts once
+    assert {t.how.source.finder.tokens for t in logra.targets.values()} == {40}  # q, k and v read the same input, which counts once
     policy_loss(logra.model, IDS).backward()
     sent = logra.apply(logra.propose())
     block = "model.layers.1."
@@ -232,54 +233,54 @@ def test_padding_does_not_count():
     mask = torch.ones(4, 13, dtype=torch.int64)
     mask[:, :3] = 0
     ids = torch.cat([torch.zeros(4, 3, dtype=torch.int64), IDS], 1)
-    with counted.observe():
+    with observe(counted.targets.values()):
         counted.model(input_ids=IDS)
-    with padded.observe(mask):
+    with observe(padded.targets.values(), mask):
         padded.model(input_ids=ids, attention_mask=mask, position_ids=(mask.cumsum(1) - 1).clamp(min=0))
     for name in counted.targets:
-        assert padded.targets[name].finder.tokens == 40
+        assert padded.targets[name].how.source.finder.tokens == 40
         assert same_rows(*(m.targets[name].projection() for m in (counted, padded))) < 1e-3
 
 
 def test_a_shared_prefix_counts_once_with_the_weight_of_its_rows():
     whole, parts = make(), make()
     prefix, rest = IDS[:1, :4], IDS[:, 4:]
-    with parts.observe(torch.ones(4, 6), prefix=4):
+    with observe(parts.targets.values(), torch.ones(4, 6), prefix=4):
         cache = parts.model(input_ids=prefix, use_cache=True).past_key_values
         cache.batch_repeat_interleave(4)
         parts.model(input_ids=rest, past_key_values=cache, use_cache=True)
-    with whole.observe():
+    with observe(whole.targets.values()):
         whole.model(input_ids=torch.cat([prefix.expand(4, -1), rest], 1))
-    assert {t.finder.tokens for t in parts.targets.values()} == {28} and {t.finder.tokens for t in whole.targets.values()} == {40}
+    assert {t.how.source.finder.tokens for t in parts.targets.values()} == {28} and {t.how.source.finder.tokens for t in whole.targets.values()} == {40}
     once, four = make(), make()
-    with once.observe():
+    with observe(once.targets.values()):
         once.model(input_ids=prefix)
-    with four.observe(torch.ones(4, 6), prefix=4):
+    with observe(four.targets.values(), torch.ones(4, 6), prefix=4):
         four.model(input_ids=prefix)
     for name, target in once.targets.items():
-        assert torch.allclose(four.targets[name].finder._sum_RK, 2 * target.finder._sum_RK, atol=1e-5)  # √4 times
+        assert torch.allclose(four.targets[name].how.source.finder._sum_RK, 2 * target.how.source.finder._sum_RK, atol=1e-5)  # √4 times
 
 
 def test_refusals():
     logra = make()
-    with pytest.raises(ValueError, match=r"mask \(4, 9\) does not fit the input \(4, 10, 32\)"), logra.observe(torch.ones(4, 9)):
+    with pytest.raises(ValueError, match=r"mask \(4, 9\) does not fit the input \(4, 10, 32\)"), observe(logra.targets.values(), torch.ones(4, 9)):
         logra.model(input_ids=IDS)
     assert not any(t.module._forward_pre_hooks for t in logra.targets.values())
     policy_loss(logra.model, IDS).backward()
-    with pytest.raises(RuntimeError, match="in use already"), logra.observe():
+    with pytest.raises(RuntimeError, match="in use already"), observe(logra.targets.values()):
         pass
-    with pytest.raises(ConfigError, match="only 'activation'"):
-        LoGRA(tiny_llama(), SketchConfig(rank=4)).observe()
+    with pytest.raises(ConfigError, match="'activation' only"):
+        observe(LoGRA(tiny_llama(), SketchConfig(rank=4)).targets.values()).__enter__()
     with pytest.raises(ConfigError, match="drop_leading = 1: allowed is 0 where projection is not activation"):
         SketchConfig(drop_leading=1)
     with pytest.raises(ConfigError, match=r"rank = 30 \(and drop_leading 3 more\).*has 32"):
         make(rank=30, drop_leading=3)
     logra.step()
-    with logra.observe():
+    with observe(logra.targets.values()):
         assert not torch.is_grad_enabled()
         logra.model(input_ids=IDS)
     policy_loss(logra.model, IDS).backward()
-    logra.targets[NAME].finder._rows[0, 0] = float("nan")  # what was used, spoiled: caught before a weight changes
+    logra.targets[NAME].how.source.finder._rows[0, 0] = float("nan")  # what was used, spoiled: caught before a weight changes
     before = logra.weights.fingerprint()
     with pytest.raises(NonFiniteError):
         logra.step()
@@ -312,10 +313,10 @@ def test_zero_grad_before_the_first_backward_keeps_what_was_scored_and_after_it_
     logra = make()
     score(logra, IDS)
     logra.zero_grad()
-    assert all(t.by_value for t in logra.targets.values())
+    assert all(t.how.by_value for t in logra.targets.values())
     loss = policy_loss(logra.model, IDS)
     logra.zero_grad()
-    assert not any(t.by_value for t in logra.targets.values())
+    assert not any(t.how.by_value for t in logra.targets.values())
     score(logra, IDS)
     with pytest.raises(RuntimeError, match="zero_grad"):
         loss.backward()

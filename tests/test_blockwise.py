@@ -10,10 +10,11 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import Gemma2Config, Gemma2ForCausalLM, GptOssConfig, GptOssForCausalLM, MistralConfig, MistralForCausalLM
 from transformers.masking_utils import causal_mask_function, chunked_causal_mask_function, sliding_window_causal_mask_function
 
-from logra_core import ConfigError, LoGRA, OptimConfig, ProbeBatch, SketchConfig
-from logra_core.forward_mode import EMPTY, FULL, NAME, PARTLY, Visible, attention_jvp, forward_mode, forward_mode_attention, visible_blocks
-from logra_core.kl import q_jvp
+from logra_core import ConfigError, LoGRA, ProbeBatch
+from logra_core.kl import forward_mode, q_jvp
 from logra_core.planning.memory import TrackMemory
+from logra_core.variants import OptimConfig, SketchConfig
+from logra_core.variants.attention import EMPTY, FULL, NAME, PARTLY, Visible, attention_jvp, forward_mode_attention, visible_blocks
 
 SMALL = dict(vocab_size=96, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,
              head_dim=8, max_position_embeddings=64, pad_token_id=0, eos_token_id=1, bos_token_id=2)  # fmt: skip
@@ -40,7 +41,7 @@ def both(made, visible, seen, scale=0.3):
 
 
 def blocks(monkeypatch, size):
-    monkeypatch.setattr("logra_core.forward_mode.BLOCK", size)
+    monkeypatch.setattr("logra_core.variants.attention.BLOCK", size)
 
 
 def padded(rows, tokens, lengths):

@@ -5,8 +5,10 @@ import json
 import pytest
 
 from logra_core.engines.rollout import SamplingConfig
+from logra_core.rl.configfile import from_dict
 from logra_core.rl.settings import DenseConfig, PPOConfig, TaskConfig, TrainConfig
-from logra_core.settings import ConfigError, KLConfig, OptimConfig, SketchConfig, from_dict, to_dict
+from logra_core.settings import ConfigError, to_dict
+from logra_core.variants import KLConfig, OptimConfig, SketchConfig
 
 BAD = [
     (SketchConfig, "rank", 0, ">= 1"),

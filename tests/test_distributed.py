@@ -23,7 +23,7 @@ from models import SWITCHES, policy_loss, probe_batch, random_ids, real_llm, sco
 from test_train import exact, first_digit, settings
 from tiny import tiny_policy
 
-from logra_core import ConfigError, KLConfig, LoGRA, NonFiniteError, OptimConfig, Replica, SketchConfig, full_state_bytes, kl, optim
+from logra_core import ConfigError, LoGRA, NonFiniteError, Replica, full_state_bytes, kl, optim
 from logra_core.parallel.distributed import ShardedLoGRA, SharedProbe, decoder_blocks, shard
 from logra_core.parallel.ranks import Ranks, outside_launch, rows_of, spare_devices
 from logra_core.rl import checkpoint
@@ -31,6 +31,7 @@ from logra_core.rl.distributed import DistributedTrainer
 from logra_core.rl.runlog import read_log
 from logra_core.rl.train import main as train_main
 from logra_core.rl.trainer import Trainer
+from logra_core.variants import KLConfig, OptimConfig, SketchConfig
 from logra_core.weights import canonical, weight_fingerprint
 
 TOLERANCE = 1e-6  # relative, of norms; measured: up to 4e-7 on sketches, 3e-8 on weights

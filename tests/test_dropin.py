@@ -21,12 +21,13 @@ from transformers import Trainer, TrainerCallback, TrainingArguments  # noqa: E4
 from trl import GRPOConfig, GRPOTrainer  # noqa: E402
 from trl.trainer.utils import add_fused_lm_head  # noqa: E402
 
-from logra_core import ConfigError, KLConfig, LoGRA, NonFiniteError, OptimConfig, SketchConfig  # noqa: E402
+from logra_core import ConfigError, LoGRA, NonFiniteError
 from logra_core.integrations.trl import KLControlCallback  # noqa: E402
 from logra_core.lab import reference  # noqa: E402
 from logra_core.rl.answers import final_answer, number  # noqa: E402
 from logra_core.rl.settings import TaskConfig  # noqa: E402
 from logra_core.rl.tasks import make_task  # noqa: E402
+from logra_core.variants import KLConfig, OptimConfig, SketchConfig
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
 QUIET = dict(use_cpu=True, report_to="none", disable_tqdm=True, logging_steps=1, seed=0)

@@ -4,13 +4,13 @@ from collections import Counter
 
 import pytest
 import torch
-from models import SWITCHES, half_training, policy_loss, probe_batch, random_ids, score, tiny_llama
+from models import SWITCHES, drawn, half_training, policy_loss, probe_batch, random_ids, score, tiny_llama
 from torch import nn
 
-from logra_core import ConfigError, KLConfig, LoGRA, NonFiniteError, OptimConfig, ProbeBatch, SketchConfig, StepController, predict_q
-from logra_core.kl import _context_logits, _probing, q_jvp
-from logra_core.sketch import paused
-from logra_core.variants.score import _tapped, _uniforms, draw_tokens, q_score_sketch, scores
+from logra_core import ConfigError, LoGRA, NonFiniteError, ProbeBatch, StepController, predict_q
+from logra_core.kl import context_logits, probing, q_jvp
+from logra_core.variants import KLConfig, OptimConfig, SketchConfig
+from logra_core.variants.score import _tapped, _uniforms, draw_tokens, paused, q_score_sketch, scores
 
 IDS = random_ids(3, 12, 96)
 
@@ -23,7 +23,7 @@ def proposal(model, switch="one_sided"):
 
 
 def all_scores(model, update, probe, uniform, temperature):
-    with _probing(model), paused(model), torch.enable_grad(), _tapped(model, update) as taps:
+    with probing(model), paused(model), torch.enable_grad(), _tapped(model, update) as taps:
         return torch.stack(list(scores(model, probe, taps, uniform, temperature)))
 
 
@@ -42,7 +42,7 @@ def test_each_sequence_against_its_dense_gradient_in_float64(switch, temperature
     weights = {n: m.weight for n, m in exact.named_modules() if n in update.factors}
     for s, u in enumerate(uniform):
         with torch.no_grad():
-            tokens, _ = draw_tokens(_context_logits(model, probe), u, temperature)
+            tokens, _ = draw_tokens(context_logits(model, probe), u, temperature)
         for row, v in enumerate(tokens.split(mask.sum(1).tolist())):
             logp = torch.log_softmax(exact(input_ids=IDS[row : row + 1]).logits[0, :-1][mask[row, 1:]].double() / temperature, -1)
             G = torch.autograd.grad(logp.gather(1, v[:, None]).sum(), list(weights.values()))
@@ -102,7 +102,7 @@ def test_it_leaves_everything_as_it_found_it(switch, checkpointing, dropout):
     logra, update = proposal(model, switch)
     weights = {n: p.clone() for n, p in model.named_parameters()}
     sketches = {n: t.sketch.grad.clone() for n, t in logra.targets.items()}
-    drawn = {n: {k: id(v) for k, v in t._drawn.items()} for n, t in logra.targets.items()}
+    before_drawn = {n: {k: id(v) for k, v in drawn(t).items()} for n, t in logra.targets.items()}
     modes, hooks = [m.training for m in model.modules()], [len(m._forward_hooks) for m in model.modules()]
     state = torch.get_rng_state()
     config = KLConfig(estimator="score_sketch", score_samples=2)
@@ -112,8 +112,8 @@ def test_it_leaves_everything_as_it_found_it(switch, checkpointing, dropout):
     assert [m.training for m in model.modules()] == modes and [len(m._forward_hooks) for m in model.modules()] == hooks
     assert all(torch.equal(p, weights[n]) for n, p in model.named_parameters())
     assert all(p.grad is None for n, p in model.named_parameters() if not n.endswith("logra_sketch"))
-    assert all(torch.equal(t.sketch.grad, sketches[n]) and not t.paused for n, t in logra.targets.items())
-    assert {n: {k: id(v) for k, v in t._drawn.items()} for n, t in logra.targets.items()} == drawn
+    assert all(torch.equal(t.sketch.grad, sketches[n]) and t._handle is not None for n, t in logra.targets.items())
+    assert {n: {k: id(v) for k, v in drawn(t).items()} for n, t in logra.targets.items()} == before_drawn
     plain = tiny_llama(attention_dropout=dropout)
     assert q == pytest.approx(predict_q(plain, update, probe_batch(IDS, 5), config), rel=1e-5)
     policy_loss(model, IDS).backward()  # accumulation goes on
@@ -154,7 +154,7 @@ def test_what_is_refused():
     update.factors["model.layers.1.mlp.up_proj"][0, 0] = float("nan")
     with pytest.raises(NonFiniteError, match="not taken"):
         StepController(config).scale(model, update, probe_batch(IDS, 5))
-    assert logra.weights.fingerprint() == before and not any(t.paused for t in logra.targets.values())
+    assert logra.weights.fingerprint() == before and not any(t._handle is None for t in logra.targets.values())
     model, update = tiny_llama(), proposal(tiny_llama())[1]
     model.model.norm.weight.data[0] = float("nan")
     with pytest.raises(NonFiniteError):

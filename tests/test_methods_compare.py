@@ -6,11 +6,12 @@ from models import policy_loss, probe_batch, random_ids, tiny_llama
 from test_train import first_digit, run, settings
 from tiny import tiny_policy
 
-from logra_core import ConfigError, NonFiniteError, Replica, SketchConfig
+from logra_core import ConfigError, NonFiniteError, Replica
 from logra_core.rl import checkpoint
 from logra_core.rl.methods import galore_classes, make_method
 from logra_core.rl.settings import METHODS, GaLoreConfig, LoRAConfig, TrainConfig
 from logra_core.rl.trainer import Trainer
+from logra_core.variants import SketchConfig
 
 LORA = LoRAConfig(lr=1e-2, rank=4, alpha=8.0, warmup=0)
 GALORE = GaLoreConfig(lr=1e-2, rank=4, update_proj_gap=3, warmup=0, final_fraction=1.0)

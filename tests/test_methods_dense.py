@@ -8,13 +8,14 @@ from models import policy_loss, probe_batch, random_ids, tiny_llama
 from test_train import first_digit, run, settings
 from tiny import tiny_policy
 
-from logra_core import ConfigError, KLConfig, NonFiniteError, OptimConfig, SketchConfig, exact_kl
+from logra_core import ConfigError, NonFiniteError, exact_kl
 from logra_core.kl import predict_q
 from logra_core.projection import ProjectionSpec
 from logra_core.rl.methods import DenseUpdate, dense_lr, make_method
 from logra_core.rl.settings import DenseConfig, TrainConfig
 from logra_core.rl.trainer import Trainer
 from logra_core.sync import SketchUpdate
+from logra_core.variants import KLConfig, OptimConfig, SketchConfig
 
 SPEC = ProjectionSpec(0, 0, 8, "rademacher")
 

@@ -8,9 +8,11 @@ import pytest
 import torch
 from models import SWITCHES, policy_loss, random_ids, score, tiny_llama
 
-from logra_core import ConfigError, LoGRA, MissingSketchError, NonFiniteError, OptimConfig, SketchConfig, row_adam, sgd
+from logra_core import ConfigError, LoGRA, MissingSketchError, NonFiniteError, row_adam, sgd
 from logra_core.lab import reference
-from logra_core.optim import first_moment, product_norm_sq
+from logra_core.optim import product_norm_sq
+from logra_core.variants import OptimConfig, SketchConfig
+from logra_core.variants.momentum import first_moment
 from logra_core.variants.orthogonal import orthogonal
 
 NAME = "model.layers.1.mlp.up_proj"
@@ -280,7 +282,7 @@ def test_a_state_older_than_refresh_every_is_read():
     saved = make().state_dict()
     del saved["param_groups"][0]["logra"]["sketch"]["refresh_every"]
     make().load_state_dict(saved)
-    with pytest.raises(ConfigError, match="sketch: saved .*'refresh_every': 1.*, here .*'refresh_every': 2"):
+    with pytest.raises(ConfigError, match="sketch.refresh_every: saved 1, here 2"):
         make(refresh_every=2).load_state_dict(saved)
 
 
@@ -314,7 +316,7 @@ def test_state_of_other_settings_is_refused():
     with pytest.raises(ConfigError, match="sketch.*rank"):
         make(rank=8).load_state_dict(saved)
     for switch in ("two_sided", "activation", "shared", "hadamard"):
-        with pytest.raises(ConfigError, match="sketch: saved"):
+        with pytest.raises(ConfigError, match=r"sketch\.\w+: saved"):
             make(switch=switch).load_state_dict(saved)
     with pytest.raises(ConfigError, match="rule"):
         make(rule="sgd").load_state_dict(saved)

@@ -5,15 +5,15 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
-from models import probe_batch, random_ids, real_llm
+from models import drawn, probe_batch, random_ids, real_llm
 
-from logra_core import ConfigError, KLConfig, LoGRA, SketchConfig, predict_q
+from logra_core import ConfigError, LoGRA, predict_q
 from logra_core.planning.layout import BEST, PAPER, SWITCHES, Layout, layout_of
 from logra_core.planning.memory import TrackMemory, measure_step, optimizer_bytes, storage_bytes
 from logra_core.planning.planner import CATEGORIES, H100, PHASES, PhaseMeter, plan, saving
 from logra_core.planning.shapes import linear_shapes, parameters
 from logra_core.rl.settings import PPOConfig, TrainConfig
-from logra_core.settings import OptimConfig
+from logra_core.variants import KLConfig, OptimConfig, SketchConfig
 
 NAME, GiB = "SmolLM2-135M", 2**30
 # METHOD section 7: published on H100, four training GPUs, GiB a GPU (average, peak).
@@ -143,7 +143,7 @@ def test_the_layout_of_a_run_is_what_its_optimizer_keeps(llm):
         logra = LoGRA(llm, sketch, optim)
         for target in logra.targets.values():
             target.projection()
-        held = sum({id(x): x.nbytes for t in logra.targets.values() for x in t._drawn.values()}.values())
+        held = sum({id(x): x.nbytes for t in logra.targets.values() for x in drawn(t).values()}.values())
         moments, sketches = optimizer_bytes(logra), 4 * sum(t.sketch.numel() for t in logra.targets.values())
         logra.detach()
         made = on_one("logra", 64, 16, layout=layout_of(cfg)).phases["update"]

@@ -10,8 +10,11 @@ import pytest
 import torch
 
 from logra_core import ConfigError, ProjectionSpec, make_projection
-from logra_core.projection import _log, _normal, canonical_name, projection_digest, random_signs, stream_of
+from logra_core.projection import Projection, canonical_name, projection_digest, stream_of
 from logra_core.settings import DISTRIBUTIONS
+from logra_core.variants.activation import random_signs
+from logra_core.variants.inputs import input_name
+from logra_core.variants.rows import _log, normal
 
 NAME = "model.layers.3.self_attn.q_proj"
 
@@ -74,6 +77,7 @@ def test_thread_count_does_not_matter(distribution):
     """Another process with other thread settings draws the same bits, large enough for BLAS to use threads."""
     code = f"""
 import hashlib, sys, torch
+import logra_core.variants
 from logra_core import ProjectionSpec, make_projection
 A = make_projection(ProjectionSpec(5, 2, 96, {distribution!r}), "x.down_proj", 1536)
 print(hashlib.sha256(A.numpy().tobytes()).hexdigest())
@@ -87,12 +91,11 @@ print(hashlib.sha256(A.numpy().tobytes()).hexdigest())
     assert run(1) == run(2) != ""
 
 
-def test_device_path_unpacks_the_same_bits():
-    """The bit unpacking used off the CPU, run here on CPU tensors, against NumPy's."""
+def test_bits_unpack_to_signs_as_numpy_unpacks_them():
     packed = np.random.default_rng(0).integers(0, 256, (6, 24), dtype=np.uint8)
-    shifts = torch.arange(8, dtype=torch.uint8)
-    ours = ((torch.from_numpy(packed).unsqueeze(-1) >> shifts) & 1).flatten(1)
-    assert np.array_equal(ours.numpy(), np.unpackbits(packed, axis=1, bitorder="little"))
+    made = Projection(ProjectionSpec(0, 0, 6, "rademacher"), NAME, 190).unpacked(torch.from_numpy(packed))
+    assert np.array_equal((made > 0).numpy(), np.unpackbits(packed, axis=1, bitorder="little", count=190).astype(bool))
+    assert set(made.abs().unique().tolist()) == {float(torch.tensor(6**-0.5))}
 
 
 def test_orthonormal_rows():
@@ -132,17 +135,19 @@ def test_hadamard_rows_against_the_doubling_construction():
 
 
 def test_shared_specs_give_layers_with_one_input_one_matrix():
-    plain, shared = (ProjectionSpec(0, 0, 4, "rademacher", s) for s in (False, True))
+    spec = ProjectionSpec(0, 0, 4, "rademacher")
+
+    def shared(name):
+        return make_projection(spec, input_name(name), 64)
+
     block = "model.layers.3."
-    q, k, v, o = (make_projection(shared, f"{block}self_attn.{n}_proj", 64) for n in "qkvo")
-    gate, up, down = (make_projection(shared, f"{block}mlp.{n}_proj", 64) for n in ("gate", "up", "down"))
+    q, k, v, o = (shared(f"{block}self_attn.{n}_proj") for n in "qkvo")
+    gate, up, down = (shared(f"{block}mlp.{n}_proj") for n in ("gate", "up", "down"))
     assert torch.equal(q, k) and torch.equal(q, v) and torch.equal(gate, up)
     assert not torch.equal(q, o) and not torch.equal(gate, down) and not torch.equal(q, gate)
-    assert not torch.equal(q, make_projection(shared, "model.layers.4.self_attn.q_proj", 64))
-    assert torch.equal(o, make_projection(plain, f"{block}self_attn.o_proj", 64))
-    assert not torch.equal(q, make_projection(plain, f"{block}self_attn.q_proj", 64))
-    with pytest.raises(ConfigError, match="shared = 1"):
-        ProjectionSpec(0, 0, 4, "rademacher", 1)
+    assert not torch.equal(q, shared("model.layers.4.self_attn.q_proj"))
+    assert torch.equal(o, make_projection(spec, f"{block}self_attn.o_proj", 64))
+    assert not torch.equal(q, make_projection(spec, f"{block}self_attn.q_proj", 64))
 
 
 def test_random_signs_continue_in_the_same_stream():
@@ -162,21 +167,28 @@ def test_normal_quantiles_against_the_standard_library():
                             ~(np.uint64(1) << np.arange(11, 64, dtype=np.uint64)), np.array([0, 2**64 - 1], dtype=np.uint64)])  # fmt: skip
     uniform = ((words >> np.uint64(11)).astype(float) + 0.5) * 2.0**-53
     expected = [NormalDist().inv_cdf(u) for u in uniform if u < 1]
-    ours = _normal(Words(), len(words))[uniform < 1]
+    ours = normal(Words(), len(words))[uniform < 1]
     assert np.allclose(ours, expected, rtol=4e-15, atol=4e-15)
-    assert np.isfinite(_normal(Words(), len(words))).all()
+    assert np.isfinite(normal(Words(), len(words))).all()
     x = np.random.default_rng(1).random(1000) * 0.1 + 1e-18
     assert np.allclose(_log(x), np.log(x), rtol=1e-15, atol=0)
 
 
 def test_digest_sees_every_layer_and_bit():
-    spec, widths = ProjectionSpec(0, 0, 4, "rademacher"), {"a": 10, "b": 10}
-    digest = projection_digest(spec, widths)
-    assert digest == projection_digest(spec, widths, {"a": make_projection(spec, "a", 10)})
-    flipped = make_projection(spec, "b", 10)
-    flipped[3, 9] *= -1
-    assert digest != projection_digest(spec, widths, {"b": flipped})
-    assert digest != projection_digest(ProjectionSpec(0, 1, 4, "rademacher"), widths)
+    def two(distribution, draw=0, flip=False):
+        made = {n: Projection(ProjectionSpec(0, draw, 4, distribution), n, 10) for n in "ab"}
+        if flip and made["b"].signs:
+            made["b"].bits[3, 1] ^= 2
+            assert int((made["b"].matrix() != Projection(made["b"].spec, "b", 10).matrix()).sum()) == 1
+        elif flip:
+            changed = made["b"].matrix()
+            changed[3, 9] *= -1
+            made["b"].digest(changed)
+        return projection_digest(made)
+
+    for distribution in DISTRIBUTIONS:
+        digest = two(distribution)
+        assert digest == two(distribution) and len({digest, two(distribution, 1), two(distribution, 0, True)}) == 3
 
 
 @pytest.mark.parametrize(

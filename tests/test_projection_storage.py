@@ -1,15 +1,17 @@
-"""A kept as bits or regenerated at each use: the same bits as stored in fp32, in every place that reads A, and the bytes that it saves."""
+"""A kept as bits: the same bits as stored in fp32, in every place that reads A, and the bytes that it saves."""
 
 import gc
 
+import numpy as np
 import pytest
 import torch
-from models import policy_loss, probe_batch, random_ids, tiny_llama
+from models import drawn, policy_loss, probe_batch, random_ids, tiny_llama
 
-from logra_core import ConfigError, KLConfig, LoGRA, OptimConfig, ProjectionSpec, Replica, SketchConfig, exact_kl, make_projection, predict_q
+from logra_core import ConfigError, LoGRA, ProjectionSpec, Replica, exact_kl, predict_q
 from logra_core.planning.memory import TrackMemory
-from logra_core.projection import PackedProjection
-from logra_core.settings import STORAGES
+from logra_core.projection import Projection, sign_bytes, stream_of
+from logra_core.variants import KLConfig, OptimConfig, SketchConfig
+from logra_core.variants.inputs import STORAGES
 
 NAME = "model.layers.3.self_attn.q_proj"
 
@@ -18,11 +20,12 @@ NAME = "model.layers.3.self_attn.q_proj"
 @pytest.mark.parametrize("rank", [1, 3, 64])
 def test_packed_bits_unpack_to_the_stored_matrix(rank, width):
     spec = ProjectionSpec(7, 3, rank, "rademacher")
-    packed = PackedProjection(spec, NAME, width)
+    made = Projection(spec, NAME, width)
+    up = np.unpackbits(sign_bytes(stream_of(spec, NAME), rank, width), axis=1, bitorder="little", count=width)
     for dtype in (torch.float32, torch.bfloat16, torch.float64):
-        A_RK = packed.unpack(dtype)
-        assert A_RK.is_contiguous() and torch.equal(A_RK, make_projection(spec, NAME, width, dtype=dtype))
-    assert packed.nbytes == rank * 8 * -(-width // 64)
+        A_RK = made.matrix(dtype)
+        assert A_RK.is_contiguous() and torch.equal(A_RK, torch.from_numpy(np.where(up, 1, -1) / np.sqrt(rank)).float().to(dtype))
+    assert made.bits.nbytes == rank * 8 * -(-width // 64)
 
 
 def run(storage: str, distribution: str = "rademacher", steps: int = 3, dtype: torch.dtype = torch.float32):
@@ -43,7 +46,7 @@ def run(storage: str, distribution: str = "rademacher", steps: int = 3, dtype: t
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("storage", "distribution"), [("bits", "rademacher"), ("regenerate", "rademacher"), ("regenerate", "orthonormal")])
+@pytest.mark.parametrize(("storage", "distribution"), [("bits", "rademacher")])
 def test_training_is_the_same_to_the_bit(storage, distribution, dtype):
     (kept, weights), (made, others) = run("fp32", distribution, dtype=dtype), run(storage, distribution, dtype=dtype)
     assert kept == made and all(torch.equal(w, others[n]) for n, w in weights.items())
@@ -55,7 +58,7 @@ def test_training_is_the_same_to_the_bit(storage, distribution, dtype):
 
 
 def test_bytes_between_and_during_the_passes():
-    """Held by the targets: 4 bytes an entry, one bit, nothing. The peak above the sketches and factors falls by as much."""
+    """Held by the targets: 4 bytes an entry, or one bit. The peak above the sketches and factors falls by as much."""
     ids, rank, held, peaks = random_ids(1, 4, 96), 48, {}, {}
     for storage in STORAGES:
         model = tiny_llama(hidden_size=128, intermediate_size=512, num_hidden_layers=6)
@@ -69,13 +72,12 @@ def test_bytes_between_and_during_the_passes():
             del update
             logra._pending = None
             gc.collect()
-        packed = sum(t.packed().nbytes for t in layers) if storage == "bits" else 0  # came from NumPy: not seen by the tracker
+        packed = sum(x.nbytes for t in layers for x in drawn(t).values()) if storage == "bits" else 0  # came from NumPy: not seen by the tracker
         held[storage] = tracked.live - sum(t.sketch.grad.nbytes for t in layers) + packed
         peaks[storage] = tracked.peak + packed
         logra.detach()
-    assert held["fp32"] - held["regenerate"] == 4 * entries and held["bits"] - held["regenerate"] == padded // 8
-    for storage in ("bits", "regenerate"):
-        assert peaks["fp32"] - peaks[storage] > 0.8 * 4 * entries  # the rest is one unpacked A at a time
+    assert held["fp32"] - held["bits"] == 4 * entries - padded // 8
+    assert peaks["fp32"] - peaks["bits"] > 0.8 * 4 * entries  # the rest is one unpacked A at a time
 
 
 def test_a_resumed_run_may_keep_its_projections_otherwise():
@@ -101,7 +103,7 @@ def test_layers_that_share_their_input_keep_one_matrix(storage):
     for _ in range(2):
         policy_loss(model, ids).backward()
         update = logra.propose()
-        kept = sum({id(x): x.nbytes for t in logra.targets.values() for x in t._drawn.values()}.values())
+        kept = sum({id(x): x.nbytes for t in logra.targets.values() for x in drawn(t).values()}.values())
         assert kept == 3 * 8 * {"fp32": 4 * (3 * 32 + 48), "bits": 4 * 8}[storage]
         before = {n: update.basis(n) for n in logra.targets}
         logra.apply(update)
@@ -110,7 +112,7 @@ def test_layers_that_share_their_input_keep_one_matrix(storage):
 
 
 def test_only_a_random_one_sided_matrix_need_not_be_kept():
-    for storage in ("bits", "regenerate"):
+    for storage in ("bits",):
         for other, words in (({"projection": "activation"}, "projection is activation"), ({"kind": "two_sided"}, "kind is two_sided")):
             with pytest.raises(ConfigError, match=f"projection_storage = '{storage}': allowed is fp32 where {words}"):
                 SketchConfig(projection_storage=storage, **other)
@@ -119,7 +121,7 @@ def test_only_a_random_one_sided_matrix_need_not_be_kept():
 def test_bits_are_for_signs_only():
     with pytest.raises(ConfigError, match="bits with rademacher only"):
         SketchConfig(distribution="gaussian", projection_storage="bits")
-    with pytest.raises(ConfigError, match="fp32, bits, regenerate"):
+    with pytest.raises(ConfigError, match="fp32, bits"):
         SketchConfig(projection_storage="int8")
     with pytest.raises(ConfigError, match="only rademacher"):
-        PackedProjection(ProjectionSpec(0, 0, 4, "gaussian"), NAME, 8)
+        Projection(ProjectionSpec(0, 0, 4, "gaussian"), NAME, 8).bits

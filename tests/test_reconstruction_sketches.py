@@ -4,12 +4,13 @@ import pytest
 import torch
 from test_reconstruction import recipe  # noqa: F401  (a fixture: a tiny policy trained for two updates)
 
-from logra_core import ConfigError, LoGRA, OptimConfig, SketchConfig
+from logra_core import ConfigError, LoGRA
 from logra_core.lab.reconstruction import load_stage, policy_gradients, sample
 from logra_core.lab.reconstruction_sketches import KINDS, OUTLIERS, RANKS, factor_cosine, main, measure, observe_inputs, summary
 from logra_core.rl.configfile import load_config
 from logra_core.rl.ppo import ppo_loss, sequence_logprobs
 from logra_core.rl.runlog import read_log
+from logra_core.variants import OptimConfig, SketchConfig, observe
 
 NAME = "model.layers.1.mlp.down_proj"
 
@@ -32,8 +33,8 @@ def test_a_cosine_is_that_of_the_factors_that_training_would_use(recipe, kind, r
     logra = LoGRA(model, SketchConfig(rank=rank, seed=cfg.seed, **KINDS[kind]), OptimConfig(rule="sgd", wire_dtype="float32"))
     padded = rollouts.padded(tokenizer.pad_token_id)
     if kind == "activation":
-        finder = logra.targets[NAME].finder  # same inputs; another stream, as names and ranks of specs go into it
-        with logra.observe(padded["attention_mask"]):
+        finder = logra.targets[NAME].how.source.finder  # same inputs; another stream, as names and ranks of specs go into it
+        with observe(logra.targets.values(), padded["attention_mask"]):
             sequence_logprobs(model, padded)
         assert finder.tokens >= finders[rank].tokens > 0  # here a common beginning counts once a row
     logp = sequence_logprobs(model, padded)

@@ -21,9 +21,9 @@ from test_train import VARIANTS, exact, settings, variant
 from tiny import tiny_policy
 
 from logra_core.rl import checkpoint
+from logra_core.rl.configfile import from_dict
 from logra_core.rl.runlog import read_log
 from logra_core.rl.settings import TrainConfig
-from logra_core.settings import from_dict
 
 STALL = Path(__file__).with_name("stall.py")
 PHASES = [

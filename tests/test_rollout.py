@@ -14,8 +14,10 @@ from logra_core.engines.rollout import RolloutError, Rollouts, SamplingConfig, T
 from logra_core.optim import LoGRA
 from logra_core.rl.engine import make_engine
 from logra_core.rl.settings import TrainConfig
-from logra_core.settings import ConfigError, OptimConfig, SketchConfig
-from logra_core.sync import SyncError, Weights, full_state_bytes
+from logra_core.settings import ConfigError
+from logra_core.sync import SyncError, full_state_bytes
+from logra_core.variants import OptimConfig, SketchConfig
+from logra_core.weights import Weights
 
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 PROMPTS = [[5, 6, 7], [40], [9, 1, 9, 30, 31, 32, 33, 34], [5, 6, 7], [60, 61, 62, 63, 64]]  # one holds the pad id

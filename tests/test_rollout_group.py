@@ -13,8 +13,9 @@ from logra_core.engines.rollout import SamplingConfig, Staged, TransformersRollo
 from logra_core.optim import LoGRA
 from logra_core.rl.engine import make_engine
 from logra_core.rl.settings import TrainConfig
-from logra_core.settings import ConfigError, OptimConfig, SketchConfig
+from logra_core.settings import ConfigError
 from logra_core.sync import SyncError, full_state_bytes
+from logra_core.variants import OptimConfig, SketchConfig
 
 TARGETS = SketchConfig().targets
 PROMPTS = [[5, 6, 7], [40], [9, 1, 9, 30, 31], [5, 6, 7], [60, 61]]

@@ -11,11 +11,13 @@ import torch
 from models import SWITCHES, policy_loss, random_ids, real_llm, tiny_llama
 from test_sync import FAULTS, NAME, TARGETS, failing_at_the_tenth, full_state_bytes, pair, refused_whole, rewrite, update
 
-from logra_core import ConfigError, LoGRA, NonFiniteError, OptimConfig, Replica, SketchConfig, SketchUpdate, SyncError
+from logra_core import ConfigError, LoGRA, NonFiniteError, Replica, SketchUpdate, SyncError
+from logra_core.kl import add_on_grid, cut_or_nan
 from logra_core.lab.reference import stochastic_round as oracle
 from logra_core.rl.settings import TrainConfig
-from logra_core.variants.rounding import CHUNK, TINY, Rounding, _cut_or_nan, add_on_grid, random_bits, stochastic_round
-from logra_core.weights import RoundedWeights, Weights
+from logra_core.variants import OptimConfig, SketchConfig
+from logra_core.variants.rounding import CHUNK, Rounding, Stochastic, random_bits, stochastic_round
+from logra_core.weights import TINY, Weights
 
 BF16 = torch.bfloat16
 ON = {"stochastic_rounding": True}
@@ -203,7 +205,7 @@ def test_the_kl_of_a_step_is_kept_where_nearest_rounding_loses_half():
 
 def two(switch="one_sided", rank=4, **optim):
     trainer, _ = pair(BF16, switch, rank, **(ON | optim))
-    return trainer, Replica(tiny_llama().to(BF16), TARGETS, **ON)
+    return trainer, Replica(tiny_llama().to(BF16), TARGETS, rounding=Stochastic())
 
 
 def same(trainer, replica) -> bool:
@@ -232,7 +234,7 @@ def test_a_merge_is_the_product_that_masters_add_and_one_rounding():
     for logra in (trainer, other):
         policy_loss(logra.model, random_ids(2, 8, 96)).backward()
     wires = [logra.apply(logra.propose(), 0.7) for logra in (trainer, other)]
-    assert wires[0].rounding == Rounding(0, 1) and wires[1].rounding is None
+    assert [(w.weights, w.seed, w.version) for w in wires] == [("bfloat16", 0, 1), ("masters", 0, 1)]
     for n, target in trainer.targets.items():
         assert torch.equal(wires[0].factors[n], wires[1].factors[n])
         assert torch.equal(target.weight, stochastic_round(other.weights.master(n), Rounding(0, 1), n))
@@ -248,29 +250,29 @@ def messages():
 
 
 OWN = {
-    "another rounding seed": (lambda d: rewrite(d["next"], lambda h: h | {"rounding_seed": 1}), "drifted"),
-    "no rounding seed": (lambda d: rewrite(d["next"], lambda h: {k: v for k, v in h.items() if k != "rounding_seed"}), "malformed header"),
-    "a rounding seed that is none": (lambda d: rewrite(d["next"], lambda h: h | {"rounding_seed": -3}), "malformed header"),
-    "of a trainer with masters": (lambda d: rewrite(d["next"], lambda h: h | {"format": 1}), "the sender keeps fp32 masters, this replica rounds"),
+    "another rounding seed": (lambda d: rewrite(d["next"], lambda h: h | {"seed": 1}), "drifted"),
+    "no rounding seed": (lambda d: rewrite(d["next"], lambda h: {k: v for k, v in h.items() if k != "seed"}), "malformed header"),
+    "a rounding seed that is none": (lambda d: rewrite(d["next"], lambda h: h | {"seed": -3}), "malformed header"),
+    "of a trainer with masters": (lambda d: rewrite(d["next"], lambda h: h | {"weights": "masters"}), "the sender has 'masters', this replica 'bfloat16'"),
 }
 
 
 @pytest.mark.parametrize("fault", FAULTS | OWN)
 def test_every_fault_is_refused_whole_and_a_resync_heals(fault, messages):
-    refused_whole(*(FAULTS | OWN)[fault], messages, lambda: Replica(tiny_llama().to(BF16), TARGETS, **ON))
+    refused_whole(*(FAULTS | OWN)[fault], messages, lambda: Replica(tiny_llama().to(BF16), TARGETS, rounding=Stochastic()))
 
 
 def test_who_keeps_masters_refuses_who_does_not_and_the_other_way_round(messages):
     trainer, replica = pair(BF16)
     before = replica.fingerprint()
     for send in (lambda: replica.apply(messages["first"]), lambda: replica.resync(messages["full"])):
-        with pytest.raises(SyncError, match="the sender rounds bf16 weights stochastically, this replica keeps fp32 masters"):
+        with pytest.raises(SyncError, match="the sender has 'bfloat16', this replica 'masters'"):
             send()
     assert replica.fingerprint() == before and replica.version == 0
-    other = Replica(tiny_llama().to(BF16), TARGETS, **ON)
+    other = Replica(tiny_llama().to(BF16), TARGETS, rounding=Stochastic())
     before = other.fingerprint()
     for send in (lambda: other.apply(update(trainer, 0)), lambda: other.resync(full_state_bytes(trainer.weights, "x", 1))):
-        with pytest.raises(SyncError, match="the sender keeps fp32 masters, this replica rounds"):
+        with pytest.raises(SyncError, match="the sender has 'masters', this replica 'bfloat16'"):
             send()
     fp32 = rewrite(messages["full"], None, lambda t: t | {"W." + NAME: t["W." + NAME].float()})
     with pytest.raises(SyncError, match=f"weight not in bfloat16.*{NAME}"):
@@ -278,19 +280,18 @@ def test_who_keeps_masters_refuses_who_does_not_and_the_other_way_round(messages
     assert other.fingerprint() == before and other.version == 0
 
 
-def test_messages_say_what_they_are_and_old_ones_read_as_before(messages):
+def test_messages_say_how_weights_are_kept(messages):
     seeded, _ = pair(BF16, **ON)
-    assert SketchUpdate.from_bytes(messages["next"]).rounding == Rounding(0, 2)
-    assert b'\\"format\\": 2' in messages["next"] and b'\\"rounding_seed\\": 0' in messages["next"]
+    read = SketchUpdate.from_bytes(messages["next"])
+    assert (read.weights, read.seed, read.version) == ("bfloat16", 0, 2)
     plain, _ = pair(BF16)
-    old = update(plain, 0)
-    assert SketchUpdate.from_bytes(old).rounding is None and b"rounding" not in old and b'\\"format\\": 1' in old
+    assert SketchUpdate.from_bytes(update(plain, 0)).weights == "masters"
     full = full_state_bytes(seeded.weights, "", 0)
     assert len(full) < 0.55 * len(full_state_bytes(plain.weights, "", 0))  # 2 bytes a weight, not 4
 
 
 def test_a_prepared_message_changes_nothing_and_a_failure_in_the_middle_is_rolled_back(messages, monkeypatch):
-    replica = Replica(tiny_llama().to(BF16), TARGETS, **ON)
+    replica = Replica(tiny_llama().to(BF16), TARGETS, rounding=Stochastic())
     with torch.no_grad():
         replica.weights.modules[NAME].weight[0, :3] = torch.tensor([-0.0, 1e-40, 0.5])
     kept = {n: m.weight.clone() for n, m in replica.weights.modules.items()}
@@ -302,7 +303,7 @@ def test_a_prepared_message_changes_nothing_and_a_failure_in_the_middle_is_rolle
     replica.prepare(messages["first"])
     assert unchanged()
 
-    calls = failing_at_the_tenth(monkeypatch, RoundedWeights)
+    calls = failing_at_the_tenth(monkeypatch, Weights)
     with pytest.raises(MemoryError):
         replica.apply(messages["first"])
     assert len(calls) == 10 and unchanged()
@@ -331,7 +332,7 @@ def test_a_weight_that_rounds_to_infinity_is_refused_whole(messages):
     with torch.no_grad():
         weight[0, 0] = kept
     assert trainer.version == 0 and trainer.weights.fingerprint() == before
-    wire = dataclasses.replace(trainer.apply(proposed), fingerprint="")
+    wire = dataclasses.replace(trainer.apply(proposed), seal=None)
     with torch.no_grad():
         replica.weights.modules[NAME].weight[0].fill_(LARGEST)
     wire.factors[NAME][0] = torch.tensor([2.0**125, 0, 0, 0])  # ± 2^124 in the row: beyond the largest number on one side
@@ -350,7 +351,7 @@ def test_resume_is_bit_for_bit_and_carries_the_switch():
     rest = [update(unbroken, t) for t in range(3, 6)]
     file.seek(0)
     saved = torch.load(file, weights_only=True)
-    assert saved["optimizer"]["param_groups"][0]["logra"]["stochastic_rounding"] is True
+    assert saved["optimizer"]["param_groups"][0]["logra"]["optim"]["stochastic_rounding"] is True
     resumed = LoGRA(tiny_llama(seed=9).to(BF16), unbroken.config, OptimConfig(update_ratio=1e-2, **ON))
     resumed.model.load_state_dict(saved["model"])
     resumed.load_state_dict(saved["optimizer"])
@@ -361,9 +362,9 @@ def test_resume_is_bit_for_bit_and_carries_the_switch():
     with pytest.raises(ConfigError, match="stochastic_rounding: saved False, here True"):
         resumed.load_state_dict(plain.state_dict())
     older = copy.deepcopy(plain.state_dict())
-    del older["param_groups"][0]["logra"]["stochastic_rounding"]
+    del older["param_groups"][0]["logra"]["optim"]["stochastic_rounding"]
     plain.load_state_dict(older)  # of before there was the switch
-    assert plain.param_groups[0]["logra"]["stochastic_rounding"] is False
+    assert plain.param_groups[0]["logra"]["optim"]["stochastic_rounding"] is False
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
@@ -373,7 +374,7 @@ def test_weights_that_are_not_bf16_are_refused_with_nothing_changed(dtype):
         LoGRA(model, SketchConfig(rank=4), OptimConfig(**ON))
     assert all(p.requires_grad for p in model.parameters()) and not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
     with pytest.raises(ConfigError, match="bfloat16 weights only"):
-        Replica(model, TARGETS, **ON)
+        Replica(model, TARGETS, rounding=Stochastic())
     LoGRA(model, SketchConfig(rank=4))  # without the switch it is taken
 
 
@@ -396,4 +397,4 @@ def test_what_is_not_finite_stays_so_on_the_grid():
     assert not torch.isfinite(made).any()
     values = torch.tensor([0x7FFFFFFF, -1, 0x7F800000], dtype=torch.int32).view(torch.float32)
     for low in (0, 1, 0xFFFF):
-        assert not torch.isfinite(_cut_or_nan(values, torch.full((3,), low, dtype=torch.int32))).any()
+        assert not torch.isfinite(cut_or_nan(values, torch.full((3,), low, dtype=torch.int32))).any()

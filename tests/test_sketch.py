@@ -5,17 +5,19 @@ import gc
 
 import pytest
 import torch
-from models import SWITCHES, policy_loss, random_ids, real_llm, tiny_llama
+from models import SWITCHES, drawn, policy_loss, random_ids, real_llm, tiny_llama
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from logra_core import ConfigError, LoGRA, MissingSketchError, OptimConfig, SketchConfig, attach, detach, target_table
+from logra_core import ConfigError, LoGRA, MissingSketchError, attach, detach
 from logra_core.lab import reference
 from logra_core.planning.memory import TrackMemory
+from logra_core.planning.shapes import target_table
 from logra_core.sketch import SKETCH
+from logra_core.variants import OptimConfig, SketchConfig
 from logra_core.variants.activation import observe
-from logra_core.variants.two_sided import TwoSidedTarget
+from logra_core.variants.two_sided import TwoSidedSketch
 
 FP32, BF16 = 1e-5, 1e-2  # largest ‖S − G Aᵀ‖/‖G Aᵀ‖ allowed; measured about 6e-7 and 5e-3
 CELLS = [(d, c) for d in ("fp32", "autocast", "bf16") for c in ("none", "reentrant", "non-reentrant")]
@@ -47,9 +49,9 @@ def worst_error(targets, dense):
     errors = []
     for name, target in targets.items():
         pairs = [(target.sketch.grad, dense[name] @ target.projection().double().T)]
-        if isinstance(target, TwoSidedTarget):
-            Y, Z = target.parts(target.sketch.grad)
-            pairs = [(Y, pairs[0][1]), (Z, target.left().double() @ dense[name])]
+        if isinstance(target.how, TwoSidedSketch):
+            Y, Z = target.how.parts(target.sketch.grad)
+            pairs = [(Y, pairs[0][1]), (Z, target.how.left().double() @ dense[name])]
         errors += [float((found.double() - expected).norm() / expected.norm()) for found, expected in pairs]
     return max(errors)
 
@@ -58,10 +60,10 @@ def check_cell(model, ids, dtype, checkpointing, rank, switch="one_sided"):
     model = prepare(model, dtype, checkpointing)
     dense = dense_gradients(model, ids, dtype)
     targets = attach(model, SketchConfig(rank=rank, **SWITCHES[switch]))
-    if targets[next(iter(targets))].finder is not None:
+    if hasattr(next(iter(targets.values())).how, "source") and hasattr(next(iter(targets.values())).how.source, "finder"):
         with observe(targets.values()), context(dtype):
             model(input_ids=ids, use_cache=False)
-        assert all(t.by_value for t in targets.values())
+        assert all(t.how.by_value for t in targets.values())
     with context(dtype):
         loss = policy_loss(model, ids)
     loss.backward()
@@ -133,12 +135,12 @@ def test_checkpointed_first_layer_with_a_plain_input():
             y.sum().backward()
             assert logra.propose().version == 1
         else:
-            with pytest.raises(MissingSketchError, match="0"):
+            with pytest.raises(MissingSketchError, match="any of 1 targets"):
                 logra.propose()
         logra.detach()
 
 
-@pytest.mark.parametrize("switch", ["one_sided", "two_sided", "shared", "shared bits", "regenerate"])
+@pytest.mark.parametrize("switch", ["one_sided", "two_sided", "shared", "shared bits"])
 @pytest.mark.parametrize("checkpointing", ["none", "reentrant", "non-reentrant"])
 def test_several_forwards_then_one_backward_and_microbatches(checkpointing, switch):
     model, ids = prepare(tiny_llama(), "fp32", checkpointing), random_ids(4, 10, 96)
@@ -217,7 +219,7 @@ def test_attach_and_detach_leave_state_dict_and_flags():
     assert model.model.layers[0].mlp.up_proj.weight.grad is not None
 
 
-@pytest.mark.parametrize("switch", ["one_sided", "two_sided", "shared", "shared bits", "regenerate"])
+@pytest.mark.parametrize("switch", ["one_sided", "two_sided", "shared", "shared bits"])
 def test_saved_tensors_are_freed_after_backward(switch):
     model, ids = tiny_llama(), random_ids(2, 8, 96)
     attach(model, SketchConfig(rank=4, **SWITCHES[switch]))
@@ -228,7 +230,7 @@ def test_saved_tensors_are_freed_after_backward(switch):
             del loss
             model.zero_grad()
             gc.collect()
-    projections = sum({id(x): x.nbytes for m in model._logra_targets.values() for x in m._drawn.values()}.values())
+    projections = sum({id(x): x.nbytes for t in model._logra_targets.values() for x in drawn(t).values()}.values())
     assert memory.live <= projections + 4096  # nothing of the steps is left but the drawn projections
 
 
@@ -258,7 +260,7 @@ def test_backward_after_a_redraw_is_refused(switch):
     late = policy_loss(model, ids)
     policy_loss(model, ids).backward()
     logra.step()
-    with pytest.raises(RuntimeError, match="projection draw 0"):
+    with pytest.raises(RuntimeError, match="another projection draw than the current one .1."):
         late.backward()
 
 
@@ -272,7 +274,7 @@ def test_what_cannot_be_a_target_is_an_error():
         with pytest.raises(ConfigError, match=words):
             attach(model, SketchConfig(rank=4, targets=targets))
     for changes in ({"distribution": "orthonormal"}, {"distribution": "hadamard"}, {"distribution": "coordinates"}, {"projection": "activation"}):
-        with pytest.raises(ConfigError, match="orthonormal rows need rank <= inputs"):
+        with pytest.raises(ConfigError, match="rows need rank <= inputs"):
             attach(model, SketchConfig(rank=40, **changes))
     assert not hasattr(model, "_logra_targets") and all(p.requires_grad for p in model.parameters())
 
@@ -289,8 +291,7 @@ def test_zero_tokens_and_unused_layers():
     logra = LoGRA(layer, SketchConfig(rank=2, targets=("a", "b")))
     layer["a"](torch.zeros(0, 5)).sum().backward()
     assert torch.equal(logra.targets["a"].sketch.grad, torch.zeros(4, 2))
-    with pytest.raises(MissingSketchError, match="1 of 2 targets \\(b\\)"):
-        logra.propose()
+    assert float(logra.propose().factors["b"].norm()) == 0
 
 
 class CountProducts(TorchDispatchMode):
@@ -341,10 +342,10 @@ def test_a_shared_product_is_not_used_for_another_input():
         assert torch.allclose(logra.targets["q_proj"].sketch.grad, g.T @ first @ A.T, atol=1e-5)
         assert torch.allclose(logra.targets["k_proj"].sketch.grad, g.T @ x @ A.T, atol=1e-5)
         logra.step()  # and the next draw
-    assert len(logra.targets["q_proj"].products) == 1
+    assert len(logra.targets["q_proj"].how.products) == 1
     del x
     gc.collect()
-    assert len(logra.targets["q_proj"].products) == 0
+    assert len(logra.targets["q_proj"].how.products) == 0
 
 
 def test_a_layer_of_two_names_is_sketched_once():

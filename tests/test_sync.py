@@ -8,8 +8,9 @@ import torch
 from models import SWITCHES, policy_loss, random_ids, real_llm, score, tiny_llama
 from safetensors.torch import load, save
 
-from logra_core import LoGRA, OptimConfig, Replica, SketchConfig, SketchUpdate, SyncError, full_state_bytes
-from logra_core.sync import Masters, Weights
+from logra_core import LoGRA, Replica, SketchUpdate, SyncError, full_state_bytes
+from logra_core.variants import OptimConfig, SketchConfig
+from logra_core.weights import Tensors, Weights
 
 TARGETS = SketchConfig().targets
 
@@ -87,15 +88,15 @@ FAULTS = {
     "truncated header": (lambda d: d["next"][:100], "not a whole LoGRA message"),
     "truncated data": (lambda d: d["next"][:-1], "not a whole LoGRA message"),
     "one bit of a factor": (lambda d: d["next"][:-7] + bytes([d["next"][-7] ^ 1]) + d["next"][-6:], "corrupted on the way"),
-    "one character of the header": (lambda d: d["next"].replace(b'\\"draw\\": 1', b'\\"draw\\": 2', 1), "corrupted on the way"),
+    "one character of the header": (lambda d: d["next"].replace(b'\\"version\\": 2', b'\\"version\\": 3', 1), "corrupted on the way"),
     "foreign safetensors": (lambda d: save({"x": torch.ones(2)}), "not a whole LoGRA message"),
     "another run": (lambda d: rewrite(d["next"], lambda h: h | {"run_id": "other"}), "follows run"),
     "another format": (lambda d: rewrite(d["next"], lambda h: h | {"format": 99}), "format 99"),
     "full state as update": (lambda d: d["full"], "kind 'full'"),
     "header without widths": (lambda d: rewrite(d["next"], lambda h: {k: v for k, v in h.items() if k != "widths"}), "malformed header"),
-    "another A": (lambda d: rewrite(d["next"], lambda h: h | {"projection": h["projection"] | {"seed": 5}}), "not the same A"),
-    "a layer missing": (lambda d: rewrite(d["next"], None, lambda t: {n: v for n, v in t.items() if n != "U." + NAME}), "1 missing"),
-    "a layer unknown": (lambda d: rewrite(d["next"], None, lambda t: t | {"U.model.layers.9.x": torch.ones(2, 4)}), "1 unknown"),
+    "another A": (lambda d: rewrite(d["next"], lambda h: h | {"draw": [[5, 1, "rademacher"]]}), "not the same A"),
+    "a layer missing": (lambda d: rewrite(d["next"], None, lambda t: {n: v for n, v in t.items() if n != "U." + NAME}), "different layers: " + NAME),
+    "a layer unknown": (lambda d: rewrite(d["next"], None, lambda t: t | {"U.model.layers.9.x": torch.ones(2, 4)}), "different layers: model.layers.9.x"),
     "a wrong shape": (lambda d: rewrite(d["next"], None, lambda t: t | {"U." + NAME: t["U." + NAME][:-1]}), "wrong shape"),
     "NaN in a factor": (lambda d: rewrite(d["next"], None, lambda t: t | {"U." + NAME: t["U." + NAME] * float("nan")}), "not finite"),
     "integers as factor": (lambda d: rewrite(d["next"], None, lambda t: t | {"U." + NAME: t["U." + NAME].int()}), "not finite"),
@@ -120,8 +121,8 @@ BY_VALUE = {
     "a basis of the wrong width": (basis(lambda V: V[:, :-1]), "basis of the wrong shape"),
     "a basis of another rank": (basis(lambda V: V[:-1]), "factor of the wrong shape"),
     "a basis that is no matrix": (basis(torch.flatten), "wrong shape"),
-    "a basis of an unknown layer": (lambda d: rewrite(d["next"], None, lambda t: t | {"V.model.layers.9.x": torch.ones(2, 4)}), "1 unknown"),
-    "a basis missing": (lambda d: rewrite(d["next"], None, lambda t: {n: v for n, v in t.items() if n != "V." + DOWN}), "not the same A"),
+    "a basis of an unknown layer": (lambda d: rewrite(d["next"], None, lambda t: t | {"V.model.layers.9.x": torch.ones(2, 4)}), "different layers: model.layers.9.x"),
+    "a basis missing": (lambda d: rewrite(d["next"], None, lambda t: {n: v for n, v in t.items() if n != "V." + DOWN}), "different layers: " + DOWN),
     "a basis like no other": (lambda d: rewrite(d["next"], lambda h: h | {"same_basis": {NAME: "model.layers.9.x"}}), "malformed header"),
     "no word of shared bases": (lambda d: rewrite(d["next"], lambda h: {k: v for k, v in h.items() if k != "same_basis"}), "malformed header"),
     "bases of two layers swapped": (
@@ -250,9 +251,9 @@ def test_bases_by_value_travel_too():
     trainer, replica = pair()
     policy_loss(trainer.model, random_ids(2, 8, 96)).backward()
     wire = trainer.apply(trainer.propose())
-    by_value = dataclasses.replace(wire, bases={n: wire.basis(n) for n in list(wire.factors)[:4]}, drawn={})
+    by_value = dataclasses.replace(wire, bases=wire.bases | {n: wire.basis(n) for n in list(wire.factors)[:4]})
     data = by_value.to_bytes(trainer.weights.fingerprint())
-    assert set(SketchUpdate.from_bytes(data).bases) == set(list(wire.factors)[:4])
+    assert set(SketchUpdate.from_bytes(data).by_value) == set(list(wire.factors)[:4])
     replica.apply(data)
     assert replica.fingerprint() == trainer.weights.fingerprint()
 
@@ -268,24 +269,24 @@ def test_fingerprint_sees_one_bit():
     assert replica.fingerprint() == before
 
 
-class Published(Masters):
-    """Masters whose publication can be told to fail, and which keeps what was published last."""
+class Published(Tensors):
+    """Weights whose publication can be told to fail, and which keep what was published last."""
 
-    def __init__(self, masters):
-        super().__init__(masters)
+    def __init__(self, tensors):
+        super().__init__(tensors)
         self.fail, self.shown = False, None
 
     def publish(self):
         if self.fail:
             self.fail = False
             raise RuntimeError("the engine refused the weights")
-        self.shown = self.fingerprint()
+        self.shown = Weights(self.tensors).fingerprint()
 
 
 def test_masters_without_modules_follow_and_a_failed_publication_puts_everything_back():
     trainer, model_replica = pair()
     masters = Published({n: t.weight.detach().clone() for n, t in trainer.targets.items()})
-    replica = Replica(masters)
+    replica = Replica(Weights(masters))
     for t in range(3):
         data = update(trainer, t)
         replica.apply(data)

@@ -12,7 +12,7 @@ from tiny import tiny_policy
 from logra_core.engines.rollout import RolloutError, Rollouts, SamplingConfig, shared_prefix
 from logra_core.optim import NonFiniteError
 from logra_core.rl import checkpoint
-from logra_core.rl.configfile import load_config
+from logra_core.rl.configfile import from_dict, load_config
 from logra_core.rl.evaluation import held_out
 from logra_core.rl.methods import dense_lr
 from logra_core.rl.runlog import read_log
@@ -20,7 +20,7 @@ from logra_core.rl.settings import TrainConfig
 from logra_core.rl.tasks import Grade, Problem
 from logra_core.rl.train import main
 from logra_core.rl.trainer import Trainer, derive_seed
-from logra_core.settings import ConfigError, from_dict
+from logra_core.settings import ConfigError
 from logra_core.sync import SyncError
 
 VARIANTS = ["logra", "dense", "controlled", "lora", "galore"]
@@ -141,7 +141,7 @@ def test_the_scoring_pass_sees_the_stated_responses(policy, tmp_path):
     lengths = [len(p) + len(r) for p, r in zip(rollouts.prompt_ids, rollouts.response_ids)]
     prefixes = [shared_prefix(rollouts.prompt_ids[i:j]) for i, j in ((0, 4), (4, 7))]  # microbatches of 4
     counted = sum(lengths[:7]) - 3 * prefixes[0] - 2 * prefixes[1]
-    assert all(prefixes) and {t.finder.tokens for t in trainer.method.optimizer.targets.values()} == {counted}
+    assert all(prefixes) and {t.how.source.finder.tokens for t in trainer.method.optimizer.targets.values()} == {counted}
     trainer.close()
 
 
@@ -244,7 +244,7 @@ def test_a_bad_number_stops_the_run_with_nothing_changed(policy, tmp_path, metho
         if where == "loss":
             return backward(update, rollouts, advantages * float("inf"))
         if where == "scoring":
-            trainer.method.optimizer.targets["model.layers.1.mlp.up_proj"].finder._sum_RK[0, 0] = float("nan")
+            trainer.method.optimizer.targets["model.layers.1.mlp.up_proj"].how.source.finder._sum_RK[0, 0] = float("nan")
             return backward(update, rollouts, advantages)
         stats = backward(update, rollouts, advantages)
         weight = trainer.model.model.layers[1].mlp.up_proj

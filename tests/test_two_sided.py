@@ -7,12 +7,13 @@ import torch
 from models import SWITCHES, policy_loss, random_ids, score, tiny_llama
 from torch import nn
 
-from logra_core import ConfigError, LoGRA, NonFiniteError, OptimConfig, ProjectionSpec, SketchConfig, attach, make_projection, target_table
+from logra_core import ConfigError, LoGRA, NonFiniteError, ProjectionSpec, attach, make_projection
 from logra_core.lab import reference
 from logra_core.optim import product_norm_sq
-from logra_core.planning.shapes import linear_shapes
+from logra_core.planning.shapes import linear_shapes, target_table
+from logra_core.variants import OptimConfig, SketchConfig
 from logra_core.variants.orthogonal import orthogonal, polar
-from logra_core.variants.two_sided import LEFT, accumulated, rebuild, sizes
+from logra_core.variants.two_sided import LEFT, rebuild, sizes
 
 IDS = random_ids(2, 8, 96)
 NAME = "model.layers.1.mlp.up_proj"
@@ -70,7 +71,7 @@ def test_the_mean_error_stays_below_the_bound():
 
 def test_it_keeps_more_of_a_decaying_gradient_than_a_random_one_sided_sketch_of_as_many_values():
     G = decaying(96, 96, 1)
-    Y, Z, Psi = sketches(G, *sizes(SketchConfig(kind="two_sided", rank=24, equal_bytes=True), 96, 96))
+    Y, Z, Psi = sketches(G, *sizes(24, True, 96, 96))
     assert Y.numel() + Z.numel() <= 24 * 96
     A = make_projection(ProjectionSpec(0, 0, 24, "rademacher"), "l", 96).double()
     S, V = rebuild(Y, Z, Psi)
@@ -83,15 +84,15 @@ def test_sizes():
         for rank in (1, 2, 4, 16, 64, 256):
             for equal in (False, True):
                 config = SketchConfig(kind="two_sided", rank=rank, equal_bytes=equal)
-                q, p = sizes(config, d, k)
+                q, p = sizes(config.rank, config.equal_bytes, d, k)
                 assert 1 <= q <= min(d, k) and min(q + 2, d) <= p <= d
-                assert accumulated(config, d, k) == q * d + p * k
-    assert sizes(SketchConfig(kind="two_sided", rank=16), 576, 576) == (8, 16)
+                assert config.accumulated(d, k) == q * d + p * k
+    assert sizes(16, False, 576, 576) == (8, 16)
     layers = linear_shapes("SmolLM2-135M").values()
     share = {}
     for rank in (4, 16, 64, 256):
         configs = SketchConfig(rank=rank), SketchConfig(kind="two_sided", rank=rank, equal_bytes=True)
-        one, two = (sum(accumulated(c, d, k) for d, k in layers) for c in configs)
+        one, two = (sum(c.accumulated(d, k) for d, k in layers) for c in configs)
         share[rank] = two / one
     print({r: round(s, 3) for r, s in share.items()})
     assert 1 < share[4] < 1.25 and all(0.9 < share[r] <= 1 for r in (16, 64, 256))  # at rank 4, q + 2 <= p asks for more
@@ -102,10 +103,10 @@ def test_parameter_and_gradient_hold_what_is_accounted(equal_bytes):
     config = SketchConfig(kind="two_sided", rank=6, equal_bytes=equal_bytes)
     logra = LoGRA(tiny_llama(), config)
     policy_loss(logra.model, IDS).backward()
-    expected = sum(accumulated(config, *t.weight.shape) for t in logra.targets.values())
+    expected = sum(config.accumulated(*t.weight.shape) for t in logra.targets.values())
     assert sum(t.sketch.grad.numel() for t in logra.targets.values()) == expected and f"{expected:,}" in target_table(logra.targets)
     wire = logra.apply(logra.propose())
-    assert wire.payload_bytes() == sum(2 * t.q * sum(t.weight.shape) for t in logra.targets.values())
+    assert wire.payload_bytes() == sum(2 * t.how.q * sum(t.weight.shape) for t in logra.targets.values())
     assert math.isfinite(logra.grad_norm())
 
 
@@ -128,7 +129,7 @@ def test_row_adam_reads_the_rebuilt_gradient():
     logra = LoGRA(model, SketchConfig(kind="two_sided", rank=12), OptimConfig(update_ratio=1e-3))
     policy_loss(model, IDS).backward()
     target = logra.targets[NAME]
-    rebuilt = reference.rebuild(G @ target.projection().double().T, target.left().double() @ G, target.left())
+    rebuilt = reference.rebuild(G @ target.projection().double().T, target.how.left().double() @ G, target.how.left())
     update = logra.propose()
     V = update.bases[NAME].double()
     U, _ = reference.row_adam(rebuilt @ V.T, torch.zeros(len(G)), 1, 0.95, 1e-8)

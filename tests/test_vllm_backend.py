@@ -17,9 +17,10 @@ import torch
 from models import policy_loss, random_ids, real_llm
 from safetensors.torch import save_file
 
-from logra_core import LoGRA, OptimConfig, SketchConfig, SyncError, full_state_bytes
+from logra_core import LoGRA, SyncError, full_state_bytes
 from logra_core.engines.rollout import SamplingConfig
 from logra_core.rl.ppo import sequence_logprobs
+from logra_core.variants import OptimConfig, SketchConfig
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed: make vllm")
 
@@ -289,7 +290,7 @@ def test_sessions_of_the_protocol(run):
 def test_layers_that_vllm_does_not_have_are_refused_by_name(run):
     masters = run.logra.weights
     weights = {n: masters.master(n) for n in masters.shapes}
-    from logra_core.sync import Masters
+    from logra_core.weights import Masters
 
     unknown = Masters(weights | {"model.layers.99.mlp.up_proj": weights["model.layers.0.mlp.up_proj"].clone()})
     refused(run, lambda: run.engine.resync(full_state_bytes(unknown, run.logra.run_id, 0)), r"model\.layers\.99\.mlp\.up_proj \(not there\)")

@@ -18,13 +18,14 @@ import torch
 from models import real_llm
 from test_vllm_backend import OPTIONS, RANK, UPDATES, flipped, full, next_update, prompts
 
-from logra_core import LoGRA, OptimConfig, SketchConfig, SyncError
+from logra_core import LoGRA, SyncError
 from logra_core.engines.group import EngineGroup
 from logra_core.engines.plugin import environment
 from logra_core.engines.rollout import RolloutError, SamplingConfig
 from logra_core.engines.vllm_local import ON_CPU
 from logra_core.engines.vllm_server import ServerRollout, serve_command
 from logra_core.rl.ppo import sequence_logprobs
+from logra_core.variants import OptimConfig, SketchConfig
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed: make vllm")
 

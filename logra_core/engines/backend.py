@@ -16,7 +16,9 @@ import torch
 import vllm
 import xxhash
 
-from ..sync import Replica, SyncError, read_full_state, rounds
+from ..sync import Replica, SyncError, read_full_state
+from ..variants.rounding import Stochastic
+from ..weights import Masters
 
 KNOWN = ("0.32",)
 if ".".join(vllm.__version__.split(".")[:2]) not in KNOWN:
@@ -29,7 +31,7 @@ from vllm.distributed.weight_transfer.base import (  # noqa: E402
     WeightTransferUpdateInfo,
 )
 
-from .served import ServedMasters, ServedRounded, locate  # noqa: E402
+from .served import ServedWeights, locate  # noqa: E402
 
 KINDS = ("update", "full", "abort")
 
@@ -125,7 +127,7 @@ class LoGRAEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         if digests and r:
             found["fingerprint"] = r.fingerprint()
         if digests == "served" and r:
-            found["served"] = found["fingerprint"] if r.weights.rounds else r.weights.served_fingerprint()
+            found["served"] = r.weights.served_fingerprint()
         return found
 
     def _update(self, data: bytes) -> Callable[[], None]:
@@ -139,12 +141,14 @@ class LoGRAEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     def _full(self, data: bytes) -> Callable[[], None]:
         header, state = read_full_state(data)
         replica = self.replica
-        if replica is None or set(replica.weights.shapes) != set(state) or replica.weights.rounds != rounds(header):
+        if replica is None or set(replica.weights.shapes) != set(state) or replica.weights.kind != header["weights"]:
             places = locate(self.model, list(state))
             if wrong := [f"{n}: {list(t.shape)}, expected {list(places[n].shape)}" for n, t in state.items() if tuple(t.shape) != places[n].shape]:
                 raise SyncError("weight of the wrong shape: " + "; ".join(wrong[:5]))
-            kind = ServedRounded if rounds(header) else ServedMasters
-            replica = Replica(kind(self.model, self.model_config, list(state)))
+            rounding = {made.kind: made for made in (Masters(), Stochastic())}.get(header["weights"])
+            if rounding is None:
+                raise SyncError(f"the trainer keeps its weights as {header['weights']!r}, which this engine does not know")
+            replica = Replica(ServedWeights(self.model, self.model_config, list(state), rounding))
         if self._frozen:
             self._check_frozen()
         inner = replica.prepare_state(header, state)
@@ -157,7 +161,7 @@ class LoGRAEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         return commit
 
     def _sum_frozen(self) -> dict[str, str]:
-        trained = {f"{p.path}.weight" for p in self.replica.weights.places.values()}
+        trained = {f"{p.path}.weight" for p in self.replica.weights.layout.places.values()}
         rest = ((n, p.detach()) for n, p in self.model.named_parameters() if n not in trained and p.numel())
         return {n: xxhash.xxh3_128(p.contiguous().view(torch.uint8).cpu().numpy()).hexdigest() for n, p in rest}
 

@@ -20,7 +20,7 @@ class FaultyWorker(WorkerExtension):
     def probe_served(self, path: str) -> dict:
         """Compare every served target weight, element by element, with the file (name -> [D, K])."""
         weights, expected = self.weight_transfer_engine.replica.weights, load_file(path)
-        served = weights.served()
+        served = weights.layout.served()
         same = {n: bool(torch.equal(served[n], W_DK)) for n, W_DK in expected.items()}
         return {"layers": len(same), "names": sorted(weights.shapes) == sorted(expected), "differ": [n for n, ok in same.items() if not ok]}
 
@@ -30,12 +30,13 @@ class FaultyWorker(WorkerExtension):
 
     def probe_kept(self) -> int:
         """Bytes that the worker keeps of the target layers beside what it serves."""
-        held = vars(self.weight_transfer_engine.replica.weights).values()
+        weights = self.weight_transfer_engine.replica.weights
+        held = [weights.masters, *vars(weights.layout).values()]
         return sum(t.nbytes for value in held if isinstance(value, dict) for t in value.values() if isinstance(t, torch.Tensor))
 
     def probe_fail_at(self, module: int, kill: bool = False) -> None:
         """The next publication raises when it reaches that module (counted from 0), and only then. With kill the process dies there."""
-        weights = self.weight_transfer_engine.replica.weights
+        weights = self.weight_transfer_engine.replica.weights.layout
         load, seen = weights._load, []
 
         def fails_once(place):

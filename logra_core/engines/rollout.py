@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 from ..settings import Checked
 from ..sync import Replica, SyncError, message_header
+from ..weights import Masters
 
 MIN_SHARED = 8  # a common beginning of the prompts shorter than this is not worth a pass of its own
 LARGEST = 2**31  # bytes of a message in a call to vLLM: msgpack ends at 4 GiB, and base64 adds a third
@@ -201,12 +202,12 @@ class TransformersRollout:
 
     model: a causal LM that the engine takes over (hand it a copy of its own; sketches must not be attached to it). targets: as in
     `SketchConfig.targets`, the layers that follow the trainer's. run_id, version: what the weights are now (None: the first message
-    decides). stochastic_rounding: as in `OptimConfig`. batch_rows: sequences per `generate` call; fixes the result too, like the thread count.
+    decides). rounding: how the trainer keeps its weights (fp32 masters unless told). batch_rows: sequences per `generate` call; fixes the result too, like the thread count.
     """
 
     def __init__(
         self, model, tokenizer, targets: tuple[str, ...], run_id: str | None = None, version: int = 0, batch_rows: int = 64,
-        stochastic_rounding: bool = False,
+        rounding: Masters | None = None,
     ) -> None:  # fmt: skip
         from transformers import GenerationConfig
 
@@ -219,7 +220,7 @@ class TransformersRollout:
         # generate() fills unset options from the model's own generation config (top_k, repetition_penalty, ...): they would bend the
         # sampling distribution behind our back, so the copy gets an empty one.
         model.generation_config = GenerationConfig(eos_token_id=list(ends), pad_token_id=self.pad_id)
-        self._replica = Replica(model, targets, run_id, version, stochastic_rounding)
+        self._replica = Replica(model, targets, run_id, version, rounding)
 
     @property
     def version(self) -> int:

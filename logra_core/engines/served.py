@@ -18,7 +18,7 @@ from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMetho
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 from ..sync import SyncError
-from ..weights import Masters, Rounded, canonical, weight_fingerprint
+from ..weights import Masters, Modules, Weights, canonical, weight_fingerprint
 
 
 @dataclass(frozen=True)
@@ -61,26 +61,88 @@ def locate(model: torch.nn.Module, names: list[str]) -> dict[str, Place]:
     return places
 
 
-class Served(Masters):
-    """The target layers `names` of the model that serves them. A subclass says what is to be served, and when."""
+class Served(Modules):
+    """Layout: the target layers `names` of the model that serves them. What is stored waits until `publish`, which serves and reads it back.
+
+    `local` is what waits, else what is served. fp32 masters wait as they are and are served rounded; of bf16 weights without masters,
+    what waits and what was served before lie in main memory: 4 bytes a parameter there while an update commits, none between updates, and
+    on a GPU one layer at a time.
+    """
+
+    copies = True  # an fp32 model would otherwise share its weights with the masters
 
     def __init__(self, model: torch.nn.Module, model_config: Any, names: list[str]) -> None:
+        super().__init__({})
         self.model, self.model_config, self.dtype = model, model_config, model_config.dtype
-        self.places, self.masters = locate(model, names), {}
+        self.places = locate(model, names)
         # A fused layer is loaded whole, so the parts of it that do not train are kept as they are (2 bytes a parameter).
         others = locate(model, sorted({p for place in self.places.values() for p in place.parts if p not in self.places}))
-        self.fixed = {n: self.whole(place.module)[place.rows].clone() for n, place in others.items()}
+        self.fixed = {n: self.served_whole(place.module)[place.rows].clone() for n, place in others.items()}
+        self._new: dict[str, torch.Tensor] = {}  # waits to be served
+        self._begun: set[str] = set()  # layers whose loading has begun and not been seen to end well, or to be undone
+        self._read: tuple[str, torch.Tensor] | None = None  # path and weight of the module that was read last
 
     @property
     def shapes(self) -> dict[str, tuple[int, int]]:
         return {n: place.shape for n, place in self.places.items()}
 
-    def to_serve(self, name: str) -> torch.Tensor:
-        """[D, K] in the model's dtype."""
-        raise NotImplementedError
+    @property
+    def consistent(self) -> bool:
+        """False after a failure that could not be undone, until all of the layers it left open are loaded again."""
+        return not self._begun
+
+    @property
+    def waiting(self) -> bool:
+        """Whether anything is stored that is not served."""
+        return bool(self._new)
+
+    def local(self, name: str) -> torch.Tensor:
+        if name in self._new:
+            return self._new[name]
+        place = self.places[name]
+        if not self._read or self._read[0] != place.path:
+            self._read = None
+            self._read = place.path, self.served_whole(place.module)
+        return self._read[1][place.rows]
+
+    def forget(self) -> None:
+        """Read again what is served when it is asked for next."""
+        self._read = None
+
+    def store_(self, name: str, value: torch.Tensor) -> None:
+        # a master stays where it is; anything else is a weight of its own, and would take memory of the GPU
+        self._new[name] = value.detach() if value.dtype == torch.float32 else value.detach().to("cpu", copy=True)
+
+    def keep(self, name: str) -> torch.Tensor | None:
+        """What is served, in main memory; None of a layer that a failure left open."""
+        return None if name in self._begun else self.local(name).to("cpu", copy=True)
+
+    def restore_(self, name: str, kept: torch.Tensor | None) -> None:
+        """Forget what waits; what was replaced already waits to be served again."""
+        self.forget()
+        self._new.pop(name, None)
+        if name in self._begun and kept is not None:
+            self._new[name] = kept
 
     @torch.no_grad()
-    def whole(self, module: torch.nn.Module) -> torch.Tensor:
+    def publish(self) -> None:
+        """Serve what waits and read it back.
+
+        Raises:
+            SyncError: what is served is not what was loaded. `consistent` stays false until a later publication succeeds.
+        """
+        self.forget()
+        groups = [names for names in self._by_module() if self._new.keys() & set(names)]
+        for names in groups:
+            self._begun.update(names)
+            self._load(self.places[names[0]])
+            self._check_served(self.served(names))
+        self._begun.difference_update(*groups)
+        self._new.clear()
+        self.forget()
+
+    @torch.no_grad()
+    def served_whole(self, module: torch.nn.Module) -> torch.Tensor:
         """The weight [D, K] that `module` multiplies by: as stored, or where only a packed form is left, its product with one-hot inputs."""
         if module.weight.numel():
             return module.weight.detach()
@@ -91,9 +153,17 @@ class Served(Masters):
         """name -> what is served [D, K], in the model's dtype; of all layers, or of `names`."""
         found = {}
         for group in self._by_module(names):
-            whole = self.whole(self.places[group[0]].module)
+            whole = self.served_whole(self.places[group[0]].module)
             found |= {n: whole[self.places[n].rows] for n in group}
         return found
+
+    def served_fingerprint(self) -> str:
+        """Digest of the served weights; the trainer's is `Weights.fingerprint(dtype)`."""
+        return weight_fingerprint((n, canonical(W_DK)) for n, W_DK in sorted(self.served().items()))
+
+    def _to_serve(self, name: str) -> torch.Tensor:
+        """[D, K] in the model's dtype."""
+        return self.local(name).to(self.places[name].module.weight.device, self.dtype)
 
     def _by_module(self, names: Iterable[str] | None = None) -> list[list[str]]:
         groups: dict[str, list[str]] = {}
@@ -102,107 +172,38 @@ class Served(Masters):
         return list(groups.values())
 
     def _check_served(self, served: dict[str, torch.Tensor]) -> None:
-        if wrong := [n for n, W_DK in served.items() if not torch.equal(canonical(W_DK), canonical(self.to_serve(n)))]:
+        if wrong := [n for n, W_DK in served.items() if n in self._new and not torch.equal(canonical(W_DK), canonical(self._to_serve(n)))]:
             raise SyncError(f"served weights of {', '.join(wrong[:5])} are not those loaded, in {self.dtype}")
 
     def _load(self, place: Place) -> None:
-        weights = [(p, self.to_serve(p) if p in self.places else self.fixed[p]) for p in place.parts]
+        weights = [(p, self._to_serve(p) if p in self.places else self.fixed[p]) for p in place.parts]
         initialize_layerwise_reload(place.module)
         try:
             self.model.load_weights([(f"{n}.weight", w) for n, w in weights])
         finally:
             finalize_layerwise_reload(place.module, self.model_config)
 
-    def served_fingerprint(self) -> str:
-        """Digest of the served weights; the trainer's is `Masters.fingerprint(dtype)`."""
-        return weight_fingerprint((n, canonical(W_DK)) for n, W_DK in sorted(self.served().items()))
 
+class ServedWeights(Weights):
+    """The weights of a serving model: fp32 masters of the worker's own, served rounded and starting as what is served now; or the very
+    bf16 bits, as `rounding` says."""
 
-class ServedMasters(Served):
-    """fp32 masters, served rounded. They start as what is served now."""
+    layout: Served
 
-    def __init__(self, model: torch.nn.Module, model_config: Any, names: list[str]) -> None:
-        super().__init__(model, model_config, names)
-        self.consistent = True
-        # copies: an fp32 model would otherwise share its weights with the masters
-        self.masters = {n: W_DK.to(torch.float32, copy=True) for n, W_DK in self.served().items()}
-
-    def to_serve(self, name: str) -> torch.Tensor:
-        return self.master(name).to(self.dtype)
-
-    @torch.no_grad()
-    def publish(self) -> None:
-        """Serve round(master) of every layer and read it back.
-
-        Raises:
-            SyncError: what is served is not what was loaded. `consistent` stays false until a later publication succeeds.
-        """
-        self.consistent = False
-        for names in self._by_module():
-            self._load(self.places[names[0]])
-        self._check_served(self.served())
-        self.consistent = True
-
-
-class ServedRounded(Rounded, Served):
-    """The bf16 weights that are served, and no masters. What an update makes of them waits in main memory for its publication, beside what
-    was served before: 4 bytes a parameter there while it commits, none between updates, and on a GPU one layer at a time."""
-
-    def __init__(self, model: torch.nn.Module, model_config: Any, names: list[str]) -> None:
-        if model_config.dtype != torch.bfloat16:
+    def __init__(self, model: torch.nn.Module, model_config: Any, names: list[str], rounding: Masters | None = None) -> None:
+        rounding = rounding or Masters()
+        if rounding.kind != Masters.kind and model_config.dtype != torch.bfloat16:
             raise SyncError(f"the trainer keeps bf16 weights without masters; this engine serves {model_config.dtype}: start it in bfloat16")
-        super().__init__(model, model_config, names)
-        self._new: dict[str, torch.Tensor] = {}  # waits to be served
-        self._begun: set[str] = set()  # layers whose loading has begun and not been seen to end well, or to be undone
-        self._read: tuple[str, torch.Tensor] | None = None  # path and weight of the module that `keep` read last
+        super().__init__(Served(model, model_config, names), rounding)
+        self.layout.forget()
 
     @property
     def consistent(self) -> bool:
-        """False after a failure that could not be undone, until all of the layers it left open are loaded again."""
-        return not self._begun
-
-    def stored(self, name: str) -> torch.Tensor:
-        """What waits to be served, else what is."""
-        if name in self._new:
-            return self._new[name]
-        place = self.places[name]
-        return (self._read[1] if self._read and self._read[0] == place.path else self.whole(place.module))[place.rows]
-
-    def to_serve(self, name: str) -> torch.Tensor:
-        return self.stored(name).to(self.places[name].module.weight.device)
-
-    def store_(self, name: str, W_DK: torch.Tensor) -> None:
-        self._new[name] = W_DK.detach().to("cpu", copy=True)
+        return self.layout.consistent
 
     def fingerprint(self, dtype: torch.dtype | None = None) -> str:
-        """Digest of what waits to be served, else of what is."""
-        return super().fingerprint() if self._new else self.served_fingerprint()
+        """Digest of the masters; without any, of what waits to be served, else of what is."""
+        return super().fingerprint(dtype) if self.kind == Masters.kind or self.layout.waiting else self.layout.served_fingerprint()
 
-    def keep(self, name: str) -> torch.Tensor | None:
-        """What is served, in main memory; None of a layer that a failure left open."""
-        if name in self._begun:
-            return None
-        place = self.places[name]
-        if not self._read or self._read[0] != place.path:
-            self._read = None
-            self._read = place.path, self.whole(place.module)
-        return self._read[1][place.rows].to("cpu", copy=True)
-
-    def put_back_(self, name: str, kept: torch.Tensor | None) -> None:
-        """Forget what waits; what was replaced already waits to be served again."""
-        self._read = None
-        self._new.pop(name, None)
-        if name in self._begun and kept is not None:
-            self._new[name] = kept
-
-    @torch.no_grad()
-    def publish(self) -> None:
-        """Serve what waits and read it back. Raises SyncError as `ServedMasters.publish` does."""
-        self._read = None
-        groups = [names for names in self._by_module() if self._new.keys() & set(names)]
-        for names in groups:
-            self._begun.update(names)
-            self._load(self.places[names[0]])
-            self._check_served(self.served(names))
-        self._begun.difference_update(*groups)
-        self._new.clear()
+    def served_fingerprint(self) -> str:
+        return self.layout.served_fingerprint()

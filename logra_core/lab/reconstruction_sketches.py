@@ -17,14 +17,16 @@ import torch
 from tqdm.auto import tqdm
 
 from ..engines.rollout import Rollouts, shared_prefix
-from ..projection import ProjectionSpec, make_projection
+from ..projection import Projection, ProjectionSpec, make_projection
 from ..rl.ppo import sequence_logprobs
 from ..rl.runlog import read_log
 from ..rl.settings import TrainConfig
-from ..settings import SketchConfig, to_dict
+from ..settings import to_dict
 from ..sketch import Target, select_targets
-from ..variants.activation import RangeFinder, leading_rows, observe
-from ..variants.two_sided import LEFT, accumulated, rebuild, sizes
+from ..variants.activation import FoundSource, RangeFinder, leading_rows, observe
+from ..variants.inputs import SourcedSketch
+from ..variants.settings import SketchConfig
+from ..variants.two_sided import LEFT, rebuild, sizes
 from .reconstruction import (  # fmt: skip
     cosines,
     effective_rank,
@@ -64,9 +66,12 @@ def observe_inputs(model, tokenizer, cfg: TrainConfig, rollouts: Rollouts, score
     groups = []
     for rank in FOUND:
         spec = ProjectionSpec(cfg.seed, 0, rank, "gaussian")
-        group = [Target(n, layer, spec) for n, layer in layers.items() if layer.in_features >= rank]
-        for target in group:
-            target.finder = RangeFinder(spec, target.name, target.width, 0.0, torch.float32)
+        group, everyone = [], []
+        for name, layer in layers.items():
+            if layer.in_features >= rank:
+                finder = RangeFinder(spec, name, layer.in_features, 0.0, torch.float32)
+                source = FoundSource(Projection(spec, name, layer.in_features), "fp32", finder, everyone)
+                group.append(Target(name, layer, SourcedSketch(name, layer, source)))
         groups.append(group)
     for rows in torch.arange(min(scored, len(rollouts))).split(cfg.ppo.microbatch):
         part = rollouts.select(rows.tolist())
@@ -76,7 +81,7 @@ def observe_inputs(model, tokenizer, cfg: TrainConfig, rollouts: Rollouts, score
             for group in groups:
                 stack.enter_context(observe(group, padded["attention_mask"], shared))
             sequence_logprobs(model, padded, cfg.sampling.temperature, part.prompt_ids[0][:shared])
-    return {(t.name, t.spec.rank): t.finder for group in groups for t in group}
+    return {(t.name, t.spec.rank): t.how.source.finder for group in groups for t in group}
 
 
 def factor_cosine(G_DK: torch.Tensor, S_DR: torch.Tensor, V_RK: torch.Tensor) -> float:
@@ -102,12 +107,12 @@ def measure(G_DK: torch.Tensor, name: str, seed: int, finders: dict[int, RangeFi
             elif rank > width and (config.distribution != "rademacher" or config.projection == "activation") and config.kind == "one_sided":
                 made[kind].append(None)
             else:
-                made[kind].append([_cosine(G_DK, name, seed, config, finders, drawn), accumulated(config, rows, width)])
+                made[kind].append([_cosine(G_DK, name, seed, config, finders, drawn), config.accumulated(rows, width)])
     outliers = {}
     for arm, switches in OUTLIERS.items():
         config = SketchConfig(**switches)
         fits = config.rank + config.drop_leading <= width
-        outliers[arm] = [_cosine(G_DK, name, seed, config, finders, drawn), accumulated(config, rows, width)] if fits else None
+        outliers[arm] = [_cosine(G_DK, name, seed, config, finders, drawn), config.accumulated(rows, width)] if fits else None
     return {"norm": float(G_DK.norm()), "effective_rank": effective_rank(share), "cosines": made, "outliers": outliers}
 
 
@@ -121,7 +126,7 @@ def _cosine(G_DK, name: str, seed: int, config: SketchConfig, finders: dict[int,
         return drawn[key]
 
     if config.kind == "two_sided":
-        q, p = sizes(config, rows, width)
+        q, p = sizes(config.rank, config.equal_bytes, rows, width)
         Psi_PD = draw(p, rows, name + LEFT)
         return factor_cosine(G_DK, *rebuild(G_DK @ draw(q, width, name).T, Psi_PD @ G_DK, Psi_PD))
     if config.projection == "activation":

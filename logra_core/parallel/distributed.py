@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import torch
 from torch import nn
@@ -16,12 +17,11 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from ..kl import ProbeBatch
-from ..optim import LoGRA, MissingSketchError, row_scale, row_squares
-from ..settings import ConfigError, OptimConfig, SketchConfig
-from ..sketch import SKETCH, Target
-from ..sync import SketchUpdate
-from ..variants.rounding import Rounding
-from ..weights import Masters, Rounded, RoundedTensors, Weights, canonical, only_bfloat16, subtract_product_, weight_fingerprint
+from ..optim import LoGRA, MissingSketchError
+from ..settings import ConfigError, NonFiniteError, OptimConfig, SketchConfig
+from ..sketch import SKETCH
+from ..sync import SketchUpdate, SyncError
+from ..weights import Masters, Modules, Weights, canonical, subtract_product_, weight_fingerprint
 from .ranks import Ranks
 
 
@@ -55,28 +55,43 @@ def shard(model: nn.Module, ranks: Ranks, compute_dtype: str = "float32", blocks
     return model
 
 
-class ShardedWeights(Weights):
-    """Masters of the target layers by rows: this rank's rows of the sharded weight where it is fp32, else an fp32 copy of them.
-
-    `merge_`, `fingerprint`, `norms_sq` and `assembled` are collective. The fingerprint is kept until a weight changes; it may then be
-    asked for on one rank alone.
-    """
+class Rows(Modules):
+    """Layout: this rank's rows of the weights of a model that `shard` has sharded. `gather` is collective."""
 
     def __init__(self, modules: dict[str, nn.Linear], ranks: Ranks) -> None:
+        super().__init__(modules)
         self.ranks = ranks
-        self._digest: str | None = None
-        self._norms: dict[str, tuple[float, float]] = {}  # ‖W‖² of the layer, ‖·‖ of this rank's rows when it was taken
-        Weights.__init__(self, modules)  # raises for a weight that is whole
 
-    def _own(self, name: str) -> torch.Tensor:
+    def local(self, name: str) -> torch.Tensor:
         weight = self.modules[name].weight
         if not isinstance(weight, DTensor):
             raise RuntimeError(f"the weight of {name!r} is whole: shard the model first, and change weights outside forward and backward")
         return weight.detach().to_local()
 
-    def write_back(self, name: str) -> None:
-        super().write_back(name)
-        self._digest = None
+    def gather(self, name: str, value: torch.Tensor) -> torch.Tensor:
+        """On every rank, to be dropped soon."""
+        return self.ranks.gather_rows(value, self.shapes[name][0])
+
+    def own(self, name: str, whole: torch.Tensor) -> torch.Tensor:
+        """Of a weight given whole, or as a DTensor sharded by rows."""
+        return self.ranks.own_rows(whole)
+
+    def rows(self, name: str) -> slice:
+        return self.ranks.rows(self.shapes[name][0])
+
+
+class ShardedWeights(Weights):
+    """The weights of the target layers by rows, kept on each rank as `rounding` keeps whole ones.
+
+    `merge_`, `fingerprint`, `norms_sq` and `assembled` are collective. The fingerprint is kept until a weight changes; it may then be
+    asked for on one rank alone.
+    """
+
+    def __init__(self, modules: dict[str, nn.Linear], ranks: Ranks, rounding: Masters | None = None) -> None:
+        self.ranks = ranks
+        self._digest: str | None = None
+        self._norms: dict[str, tuple[float, float]] = {}  # ‖W‖² of the layer, ‖·‖ of this rank's rows when it was taken
+        super().__init__(Rows(modules, ranks), rounding)  # raises for a weight that is whole
 
     def loaded(self, name: str) -> None:
         super().loaded(name)
@@ -87,24 +102,19 @@ class ShardedWeights(Weights):
         self._digest = None
         self._norms.clear()
 
-    def merge_(self, name: str, U_DR: torch.Tensor, V_RK: torch.Tensor, rounding: Rounding | None = None) -> None:
-        """W ← W − U V. The product is made of the whole layer on every rank: BLAS may add up a row of a shard in another order than the
-        same row of the whole, and then no replica could follow bit for bit."""
+    def merge_(self, name: str, U_DR: torch.Tensor, V_RK: torch.Tensor, update: SketchUpdate | None = None) -> None:
         W_DK = self.whole(name)
         subtract_product_(W_DK, U_DR, V_RK)
-        self.master(name).copy_(self.ranks.own_rows(W_DK))
-        self.write_back(name)
-        self._note_norm(name, W_DK)
+        self.rounding.write_(name, self.layout.own(name, W_DK), update)
+        self._digest = None
+        self._norms.pop(name, None)
+        if self.masters or self.layout.local(name).dtype == torch.float32:  # else what is kept is not W but W rounded
+            self._note_norm(name, W_DK)
 
     def set_(self, name: str, W_DK: torch.Tensor) -> None:
-        """Take over a weight, given whole or as a DTensor sharded by rows."""
-        self.master(name).copy_(self.ranks.own_rows(W_DK))
+        super().set_(name, W_DK)
         self._norms.pop(name, None)
-        self.write_back(name)
-
-    def whole(self, name: str) -> torch.Tensor:
-        """fp32 [D, K] on every rank, to be dropped soon."""
-        return self.ranks.gather_rows(self.master(name), self.shapes[name][0])
+        self._digest = None
 
     def norms_sq(self) -> list[float]:
         """‖W‖² of each layer, in order. Layers whose rows have changed on some rank, by whoever, are measured anew."""
@@ -117,6 +127,16 @@ class ShardedWeights(Weights):
 
     def _note_norm(self, name: str, W_DK: torch.Tensor) -> None:
         self._norms[name] = float(torch._foreach_norm([W_DK])[0].double().square()), float(self.norms([name])[0])
+
+    def refuse_unmergeable(self) -> None:
+        """One verdict for all ranks."""
+        if bad := sorted(set().union(*self.ranks.gather(self.rounding.check(self.shapes)))):
+            raise NonFiniteError(f"weight of {', '.join(bad[:5])} holds NaN, infinity or a value too large: nothing was changed")
+
+    @property
+    def known(self) -> bool:
+        """Whether the fingerprint is kept."""
+        return self._digest is not None
 
     def fingerprint(self, dtype: torch.dtype | None = None) -> str:
         if dtype is None and self._digest is not None:
@@ -134,62 +154,35 @@ class ShardedWeights(Weights):
             self._digest = digest
         return digest
 
-    def assembled(self) -> Masters | None:
-        """All masters whole in the main memory of rank 0; None on the others."""
+    def assembled(self) -> Weights | None:
+        """All that is kept, whole in the main memory of rank 0; None on the others."""
         made = {}
         for name in self.modules:
-            W_DK = self.whole(name)
+            W_DK = self.layout.gather(name, self.stored(name))
             if self.ranks.first:
-                made[name] = W_DK.to("cpu", torch.bfloat16 if self.rounds else torch.float32)
-        return (RoundedTensors if self.rounds else Masters)(made) if self.ranks.first else None
-
-
-class ShardedRoundedWeights(Rounded, ShardedWeights):
-    """This rank's rows of the bf16 weights, without masters. A layer is put together in fp32 for its merge; each rank rounds its rows, with the
-    bits that the rows of the whole have."""
-
-    def __init__(self, modules: dict[str, nn.Linear], ranks: Ranks) -> None:
-        only_bfloat16(modules)
-        super().__init__(modules, ranks)
-
-    def stored(self, name: str) -> torch.Tensor:
-        """This rank's rows, bf16 [d, K]."""
-        return self._own(name)
-
-    def store_(self, name: str, W_dK: torch.Tensor) -> None:
-        self._own(name).copy_(W_dK)
-        self._norms.pop(name, None)
-        self._digest = None
-
-    def set_(self, name: str, W_DK: torch.Tensor) -> None:
-        super().set_(name, self.ranks.own_rows(W_DK))
-
-    def _working_copy(self, name: str) -> torch.Tensor:
-        return self.whole(name)
-
-    def _stored_rows(self, name: str) -> slice:
-        return self.ranks.rows(self.shapes[name][0])
+                made[name] = W_DK.to("cpu", copy=True)
+        return Weights(made, type(self.rounding)()) if self.ranks.first else None
 
 
 class ShardedLoGRA(LoGRA):
     """LoGRA over the ranks of a model that `shard` has sharded; all ranks call the same methods in the same order.
 
-    Each rank runs backward on its share of the batch, with a loss whose sum over ranks is the loss of the batch. Sketches, moments and
+    Each rank runs backward on its share of the batch, with a loss whose sum over ranks is the loss of the batch. Sketches, rule states and
     masters of this rank are its rows; a proposed update is whole, and the same bits, on every rank. `state_dict` holds DTensors, so that
     `torch.distributed.checkpoint` loads it on any number of ranks; `load_state_dict` also takes the state of a single process.
+    `to_bytes` of what `apply` returns may be called on one rank, after `weights.fingerprint()` on all.
     """
 
     def __init__(
         self, model: nn.Module, ranks: Ranks, sketch: SketchConfig = SketchConfig(), optim: OptimConfig = OptimConfig(),
-        scale: Callable[[SketchUpdate], float] | None = None,
+        scale: Callable[[SketchUpdate], float] | None = None, **plugs: Any,
     ) -> None:  # fmt: skip
         self.ranks = ranks
         self._sums: dict[str, torch.Tensor] = {}  # this rank's rows [d, R] of the sketches, summed over ranks
-        super().__init__(model, sketch, optim, scale)
+        super().__init__(model, sketch, optim, scale, **plugs)
         self.param_groups[0]["logra"]["run_id"] = ranks.from_first(lambda: self.run_id)
-        for target in self.targets.values():
-            state = self.state[target.sketch]
-            state.update({k: ranks.own_rows(state[k]).clone() for k in ("v", "m") if k in state})
+        for name in self.targets:
+            self._keep(name, super()._state(name))
 
     def grad_norm(self) -> float:
         """Frobenius norm over all sketches, summed over ranks."""
@@ -211,54 +204,50 @@ class ShardedLoGRA(LoGRA):
         super().load_state_dict(state_dict | {"state": own})
         self.weights.changed()
 
-    def _make_weights(self) -> ShardedWeights:
-        kind = ShardedRoundedWeights if self.optim_config.stochastic_rounding else ShardedWeights
-        return kind({n: t.module for n, t in self.targets.items()}, self.ranks)
+    def _make_weights(self, modules: dict[str, nn.Linear], rounding: Masters) -> ShardedWeights:
+        return ShardedWeights(modules, self.ranks, rounding)
 
-    def _largest(self) -> list[float]:
-        return [max(parts, key=lambda x: math.inf if math.isnan(x) else x) for parts in zip(*self.ranks.gather(super()._largest()))]
-
-    def _weight_norms_sq(self) -> list[float]:
-        return self.weights.norms_sq()
-
-    def _missing(self) -> list[str]:
+    def _gather(self) -> None:
         self._reduce()
-        return [n for n in self.targets if n not in self._sums]
+        if not self._sums:
+            raise MissingSketchError(f"no sketch for any of {len(self.targets)} targets on any rank: run loss.backward() with grad enabled first")
 
-    def _sketch_norms(self) -> list[float]:
-        own = torch.stack(torch._foreach_norm([self._sums[n] for n in self.targets])).double().square().tolist()
-        return [math.sqrt(sum(parts)) for parts in zip(*self.ranks.gather(own))]
+    def _accumulated(self, name: str) -> torch.Tensor:
+        sketch = self.targets[name].sketch
+        if name not in self._sums:
+            return torch.zeros(sketch.shape, device=sketch.device)
+        return self.ranks.gather_rows(self._sums[name], len(sketch))
 
-    def _factor(self, name: str, target: Target, group: dict) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-        state, length = self.state[target.sketch], target.module.out_features
-        S_dR, v_d = self._sums[name], state["v"]
-        if self.optim_config.rule == "row_adam" and type(target) is Target:  # rows need of each other no more than their norms
-            moved_dR, moments = self._moved(S_dR, state)
-            columns = [row_squares(S_dR), v_d] + ([row_squares(moved_dR)] if moments else [])
-            square_D, v_D, *scaled_D = self.ranks.gather_rows(torch.stack(columns, 1), length).T.contiguous()
-            scale_D, v_D = row_scale(square_D, v_D, S_dR.shape[1], self.version + 1, group["beta2"], group["eps"], *scaled_D)
-            U_DR = self.ranks.gather_rows(self.ranks.own_rows(scale_D)[:, None] * moved_dR, length)
-            return U_DR, target.projection(), moments | {"v": self.ranks.own_rows(v_D).clone()}
-        own = dict(state)
-        state.update({k: self.ranks.gather_rows(state[k], length) for k in ("v", "m") if k in state})
-        target.sketch.grad = self.ranks.gather_rows(S_dR, len(target.sketch))
-        try:  # any other rule: from the whole sketch, on every rank
-            U_DR, V_RK, moments = super()._factor(name, target, group)
-        finally:
-            target.sketch.grad = None
-            state.update(own)
-        return U_DR, V_RK, {k: self.ranks.own_rows(x).clone() for k, x in moments.items()}
+    def _state(self, name: str) -> dict[str, torch.Tensor]:
+        return {k: self.ranks.gather_rows(v, self.targets[name].module.out_features) for k, v in super()._state(name).items()}
+
+    def _keep(self, name: str, state: dict[str, torch.Tensor]) -> None:
+        super()._keep(name, {k: self.ranks.own_rows(v).clone() for k, v in state.items()})
+
+    def _seen(self) -> list:
+        """One verdict for all ranks; what was summed is no gradient any more."""
+        return self.ranks.gather(any(super()._seen()))
+
+    def _sealing(self, version: int) -> Callable[[], str]:
+        seal = super()._sealing(version)
+
+        def known() -> str:
+            if not self.weights.known:
+                raise SyncError(f"update {version}: call weights.fingerprint() on every rank before to_bytes on one")
+            return seal()
+
+        return known
 
     def _reduce(self) -> None:
-        """Sum what has accumulated over ranks and keep this rank's rows; the whole sketches are freed one by one."""
+        """Sum what has accumulated over ranks and keep this rank's rows; the whole sketches are freed one by one. A rank that a backward did
+        not reach adds nothing."""
         reached = self.ranks.gather([t.sketch.grad is not None for t in self.targets.values()])
         for i, (name, target) in enumerate(self.targets.items()):
-            if lacking := [rank for rank, flags in enumerate(reached) if not flags[i]]:
-                if len(lacking) < self.ranks.world:
-                    raise MissingSketchError(f"no backward reached {name!r} on ranks {lacking}: every rank runs one, an idle one with a zero loss")
-                continue
-            S_dR, target.sketch.grad = self.ranks.sum_rows(target.sketch.grad), None
-            self._sums[name] = self._sums[name] + S_dR if name in self._sums else S_dR
+            if any(flags[i] for flags in reached):
+                sketch = target.sketch
+                whole, sketch.grad = torch.zeros(sketch.shape, device=sketch.device) if sketch.grad is None else sketch.grad, None
+                S_dR = self.ranks.sum_rows(whole)
+                self._sums[name] = self._sums[name] + S_dR if name in self._sums else S_dR
 
 
 class SharedProbe:
@@ -273,11 +262,11 @@ class SharedProbe:
         """|P| over all ranks."""
         return sum(self.ranks.gather(0 if self.part is None else self.part.contexts))
 
-    def over_ranks(self, total: float) -> tuple[float, int]:
-        contexts = self.contexts
-        if not contexts:
+    def over_ranks(self, total: float, contexts: int) -> tuple[float, int]:
+        everyone = self.ranks.gather((total, contexts))
+        if not (contexts := sum(count for _, count in everyone)):
             raise ConfigError("probe batch without a response token on any rank: there is no context to predict on")
-        return self.ranks.sum(total), contexts
+        return sum(value for value, _ in everyone), contexts
 
     def parts(self, vocabulary: int) -> Iterator[ProbeBatch]:
         own = [] if self.part is None else list(self.part.parts(vocabulary))

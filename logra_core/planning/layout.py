@@ -8,7 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields
 
 from ..rl.settings import PPOConfig, TrainConfig
-from ..settings import STORAGES, Checked, ConfigError, SketchConfig
+from ..settings import Checked, ConfigError
+from ..variants.inputs import STORAGES
+from ..variants.settings import SketchConfig
 
 
 @dataclass(frozen=True)

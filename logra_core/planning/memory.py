@@ -20,12 +20,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
 from ..optim import LoGRA
-from ..projection import PackedProjection
 from ..rl.methods import compact, galore_adamw
 from ..rl.ppo import token_logprobs
 from ..rl.settings import GaLoreConfig
-from ..settings import ConfigError, OptimConfig, SketchConfig
-from ..sketch import BITS, select_targets
+from ..settings import ConfigError
+from ..sketch import select_targets
+from ..variants.inputs import SourcedSketch
+from ..variants.settings import OptimConfig, SketchConfig
+from ..variants.two_sided import LEFT, TwoSidedSketch
 from .shapes import build, model_config
 
 
@@ -271,26 +273,24 @@ def _projections(net: nn.Module, method: str, rank: int, storage: str) -> int:
     total = 0
     for target in net._logra_targets.values() if method in SKETCHES else ():
         dtypes = {torch.float32, target.weight.dtype}
-        if isinstance(target.weight, FakeTensor):
-            _fake_projection(target, dtypes)
-        if storage == "bits":
-            total += target.packed().nbytes
-        elif storage == "fp32":
-            total += sum(storage_bytes(target.draw(dtype)) for dtype in dtypes)
+        total += storage_bytes(_drawn(target.how, dtypes, storage, isinstance(target.weight, FakeTensor)))
     return total
 
 
-def _fake_projection(target, dtypes: Iterable[torch.dtype]) -> None:
-    """The bits of a fake A do not matter, its bytes do."""
-    rank, width = target.spec.rank, target.width
-    if target.storage == "bits":
-        bits = torch.empty(rank, 8 * -(-width // 64), dtype=torch.uint8)
-        target._drawn[BITS, target.weight.device] = PackedProjection(target.spec, target.name, width, bits=bits)
-    elif target.storage == "regenerate":
-        target.projection = lambda dtype=torch.float32: torch.empty(rank, width).to(dtype)
-    else:
-        for dtype in dtypes:
-            target._drawn |= {key: torch.empty(shape, dtype=dtype) for key, shape in target.draw_shapes(dtype).items()}
+def _drawn(how, dtypes: Iterable[torch.dtype], storage: str, fake: bool) -> list[torch.Tensor]:
+    """What a layer's sketch keeps of its random matrices; drawn, or if `fake` put in their place: their bits do not matter, their bytes do."""
+    made, device = how.source.made if isinstance(how, SourcedSketch) else how._made, how.module.weight.device
+    rank, width = how.projection.spec.rank, how.projection.width
+    for dtype in dtypes if fake and storage == "fp32" else ():
+        made[dtype, device] = torch.empty(rank, width, dtype=dtype)
+        if isinstance(how, TwoSidedSketch):
+            made[LEFT, dtype, device] = torch.empty(how.p, how.module.out_features, dtype=dtype)
+    if storage == "bits":
+        if fake:
+            made["bits", device] = torch.empty(rank, 8 * -(-width // 64), dtype=torch.uint8)
+        return [how.source.bits(device)]
+    left = [how.left(dtype) for dtype in dtypes] if isinstance(how, TwoSidedSketch) else []
+    return [how.matrix(dtype) for dtype in dtypes] + left
 
 
 def _pass(net: nn.Module, ids: torch.Tensor, backward: bool = True, chunk: int = 0) -> tuple[int, int, int, int, list[int]]:

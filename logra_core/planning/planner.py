@@ -15,12 +15,10 @@ from dataclasses import dataclass, field, replace
 import torch
 import torch.autograd.forward_ad as fw
 
-from ..forward_mode import forward_mode
-from ..kl import CHUNK, LOGITS, _branch, kl_divergence, logit_variance
-from ..optim import AtHand
-from ..projection import ProjectionSpec, input_name
+from ..kl import CHUNK, LOGITS, _branch, forward_mode, kl_divergence, logit_variance
 from ..settings import ESTIMATORS, ConfigError
 from ..sync import SketchUpdate
+from ..variants.inputs import input_name
 from .layout import PAPER, Layout, Switch
 from .memory import METHODS, StepMemory, TrackMemory, fake_model, simulate_step
 from .shapes import linear_shapes, model_config, parameters, skeleton
@@ -232,8 +230,7 @@ def _probe(name, rank, tokens, rows, dtype, estimator, storage, checkpointing) -
     with fake_model(name, "logra", rank, 2, dtype, False, storage, _kind(name)) as (net, optimizer, *_):
         layers = optimizer.targets
         factors = {n: torch.empty(t.module.out_features, rank) for n, t in layers.items()}
-        spec = ProjectionSpec(0, 0, rank, "rademacher")
-        update = SketchUpdate("", 1, spec, factors, {n: t.width for n, t in layers.items()}, drawn=AtHand(layers))
+        update = SketchUpdate("", 1, factors, {n: t.how.projection for n, t in layers.items()}, drawn=_AtHand(layers))
         ids = torch.zeros(rows, tokens, dtype=torch.int64)
         with TrackMemory() as tracked, torch.no_grad():
             if estimator == "jvp":
@@ -245,6 +242,16 @@ def _probe(name, rank, tokens, rows, dtype, estimator, storage, checkpointing) -
                     other = _contexts(net, ids)
                 _reduced(z, other, kl_divergence)
     return tracked.peak
+
+
+class _AtHand:
+    """V of the targets as they keep it: matrices, or bits that are unpacked at each look-up."""
+
+    def __init__(self, targets) -> None:
+        self.targets = targets
+
+    def get(self, name: str, default=None) -> torch.Tensor:
+        return self.targets[name].projection()
 
 
 def _contexts(net, ids: torch.Tensor) -> torch.Tensor:

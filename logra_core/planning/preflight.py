@@ -130,7 +130,7 @@ def _weight_bytes(cfg: TrainConfig) -> int:
 def disk_bytes(cfg: TrainConfig, shape: str) -> int:
     """Of two checkpoints (the old one goes when the new one is whole) and one full message to servers."""
     targets, weights, layers = _trained(cfg, shape), _weight_bytes(cfg) * _trained(cfg, shape), linear_shapes(shape, cfg.sketch.targets)
-    ranks = layer_ranks(cfg.sketch, layers) if cfg.optim.beta1 else dict.fromkeys(layers, 0)  # the first moment has a sketch's shape
+    ranks = layer_ranks(cfg.sketch.rank, cfg.sketch.ranks, layers) if cfg.optim.beta1 else dict.fromkeys(layers, 0)  # the first moment has a sketch's shape
     state = 8 * targets if cfg.method == "dense" else 4 * sum(d * (1 + ranks[name]) for name, (d, _) in layers.items())
     return 2 * (weights + state) + weights
 

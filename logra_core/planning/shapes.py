@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ..settings import QWEN_LLAMA_TARGETS, ConfigError
-from ..sketch import select_targets
+from ..sketch import Target, select_targets
 
 # Sizes from the models' public configs. "27B (assumed)": the config of the paper's Qwen3.8-27B is not known to us; these are the
 # published sizes of the Qwen3.5 / Qwen3.6 27B text decoder (48 of its 64 layers use linear attention, whose projections have other
@@ -89,3 +89,19 @@ def sketch_payload(shapes: dict[str, tuple[int, int]], rank: int, element: int =
 def full_payload(shapes: dict[str, tuple[int, int]], element: int = 2) -> int:
     """Bytes of the same layers sent whole: Σ D·K·element; bf16 unless told."""
     return sum(d * k * element for d, k in shapes.values())
+
+
+def target_table(targets: dict[str, Target]) -> str:
+    """What was chosen, a line a kind of layer: name, how many, D x K, weight and sketch parameters."""
+    kinds: dict[tuple, list[Target]] = {}
+    for target in targets.values():
+        key = (target.name.rpartition(".")[2], target.module.out_features, target.width)
+        kinds.setdefault(key, []).append(target)
+    rows = [f"{'layer':<12}{'count':>6}{'D x K':>16}{'weights':>15}{'sketch':>13}"]
+    for (kind, d, k), members in kinds.items():
+        count = len(members)
+        rows.append(f"{kind:<12}{count:>6}{f'{d} x {k}':>16}{count * d * k:>15,}{sum(t.sketch.numel() for t in members):>13,}")
+    weights = sum(t.module.out_features * t.width for t in targets.values())
+    sketch = sum(t.sketch.numel() for t in targets.values())
+    rows.append(f"{'all':<12}{len(targets):>6}{'':>16}{weights:>15,}{sketch:>13,}")
+    return "\n".join(rows)

@@ -5,14 +5,29 @@ Belongs here: reading and merging text into a `TrainConfig`. What is allowed is 
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import re
 from pathlib import Path
+from typing import Any, get_type_hints
 
 import yaml
 
-from ..settings import ConfigError, from_dict, to_dict
+from ..settings import ConfigError, to_dict
 from .settings import TrainConfig
+
+
+def from_dict(cls: type, values: dict) -> Any:
+    """Build `cls` (nested configs included) from a plain dict; unknown keys raise `ConfigError` with the known ones."""
+    hints = get_type_hints(cls)
+    known = {f.name for f in dataclasses.fields(cls)}
+    if unknown := sorted(map(str, set(values) - known)):
+        raise ConfigError(f"{cls.__name__} has no field {', '.join(unknown)}; it has {', '.join(n for n in hints if n in known)}")
+    made = {}
+    for name, value in values.items():
+        hint = hints[name]
+        made[name] = from_dict(hint, value) if dataclasses.is_dataclass(hint) and isinstance(value, dict) else value
+    return cls(**made)
 
 
 class _Loader(yaml.SafeLoader):

@@ -38,7 +38,7 @@ def make_engine(cfg: TrainConfig, run_id: str | None = None) -> RolloutEngine:
 
         def own() -> RolloutEngine:
             policy = load_policy(cfg.model or None, cfg.weight_dtype)
-            return TransformersRollout(*policy, cfg.sketch.targets, run_id, stochastic_rounding=cfg.optim.stochastic_rounding)
+            return TransformersRollout(*policy, cfg.sketch.targets, run_id, rounding=cfg.optim.make_rounding())
 
         make = [own] * cfg.engines
     elif cfg.engine_urls:

@@ -22,7 +22,9 @@ from ..kl import ProbeBatch, StepController, exact_kl
 from ..optim import LARGEST, LoGRA, MissingSketchError
 from ..settings import ConfigError, NonFiniteError
 from ..sketch import select_targets
-from ..sync import Weights, full_state_bytes
+from ..sync import full_state_bytes
+from ..variants.activation import observe
+from ..weights import Weights
 from .ppo import sequence_logprobs
 from .settings import AdamConfig, DenseConfig, GaLoreConfig, TrainConfig
 
@@ -110,7 +112,7 @@ class LograMethod:
             part = rollouts.select(rows.tolist())
             shared = 0 if self.cfg.gradient_checkpointing else shared_prefix(part.prompt_ids)
             padded = part.padded(pad_id, skip=shared)
-            with self.optimizer.observe(padded["attention_mask"], shared):
+            with observe(self.optimizer.targets.values(), padded["attention_mask"], shared):
                 sequence_logprobs(self.model, padded, self.cfg.sampling.temperature, part.prompt_ids[0][:shared], self.cfg.ppo.logit_chunk)
 
     def grad_norm(self) -> float:
@@ -339,10 +341,13 @@ class MergedWeights(Weights):
         A_RK, B_DR = (t.detach() for t in self.factors[name])
         return torch.addmm(super().master(name), B_DR, A_RK, alpha=self.scale)
 
+    def stored(self, name: str) -> torch.Tensor:
+        return self.master(name)
+
     def set_(self, name: str, W_DK: torch.Tensor) -> None:
         """Nothing: A and B come back with the method's state; the fingerprint that is compared afterwards tells whether they give W."""
 
-    def merge_(self, name: str, U_DR: torch.Tensor, V_RK: torch.Tensor) -> None:
+    def merge_(self, name: str, U_DR: torch.Tensor, V_RK: torch.Tensor, update=None) -> None:
         raise RuntimeError("weights with LoRA factors change through the factors")
 
 

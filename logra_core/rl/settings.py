@@ -8,7 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from ..engines.rollout import SamplingConfig
-from ..settings import Checked, KLConfig, OptimConfig, SketchConfig, check_momentum
+from ..settings import Checked
+from ..variants.momentum import check_momentum
+from ..variants.settings import KLConfig, OptimConfig, SketchConfig
 
 METHODS = ("logra", "dense", "lora", "galore")
 ENGINES = ("transformers", "vllm")

@@ -12,13 +12,21 @@ import contextlib
 import math
 from collections.abc import Iterable, Iterator
 
+import numpy as np
 import torch
 
-from ..projection import ProjectionSpec, make_projection, random_signs, stream_of
-from ..settings import NonFiniteError
-from ..sketch import Target, plain_dtypes
+from ..projection import Projection, ProjectionSpec, make_projection, sign_bytes, stream_of
+from ..settings import ConfigError, NonFiniteError
+from ..sketch import Target, autocast_off
+from .inputs import Source
 
 RESOLUTION = 1e-5  # directions weaker than this times the strongest are rounding, and random rows take their place
+
+
+def random_signs(stream: np.random.Philox, rows: int, columns: int) -> torch.Tensor:
+    """The next ±1, fp32 [rows, columns]; each row starts on a word of its own, so that rows may be drawn in any number of calls."""
+    bits = torch.from_numpy(np.unpackbits(sign_bytes(stream, rows, columns), axis=1, bitorder="little", count=columns))
+    return bits.to(torch.float32).mul_(2).sub_(1)
 
 
 class RangeFinder:
@@ -47,7 +55,7 @@ class RangeFinder:
         if self._sum_RK is None:
             self._sum_RK = torch.zeros(self.spec.rank + self.drop, self.width, device=x_NK.device)
         Omega_NR = random_signs(self._stream, len(x_NK), len(self._sum_RK)).to(x_NK.device)
-        with plain_dtypes(x_NK.device):
+        with autocast_off(x_NK.device):
             self._sum_RK.addmm_(Omega_NR.T, x_NK.float())
         self.tokens += len(x_NK)
 
@@ -60,7 +68,7 @@ class RangeFinder:
         return self._rows
 
     def _random_rows(self, count: int) -> torch.Tensor:
-        spec = ProjectionSpec(self.spec.seed, self.spec.draw, count, "gaussian", self.spec.shared)
+        spec = ProjectionSpec(self.spec.seed, self.spec.draw, count, "gaussian")
         return make_projection(spec, self.name + "#complement", self.width, device=self._sum_RK.device)
 
 
@@ -88,6 +96,40 @@ def leading_rows(Y_RK: torch.Tensor, random_rows, complement: float, name: str =
     return torch.linalg.qr(stacked_RK.T).Q.T[drop:].contiguous()
 
 
+class FoundSource(Source):
+    """A of what the input was seen to be, where it was; else random rows. `everyone`: the sources of the model, which forget together."""
+
+    def __init__(self, projection: Projection, keep: str, finder: RangeFinder, everyone: list[FoundSource]) -> None:
+        super().__init__(projection, keep)
+        self.finder, self.everyone, self.token = finder, everyone, object()
+        everyone.append(self)
+
+    @property
+    def by_value(self) -> bool:
+        return self.finder.tokens > 0
+
+    @property
+    def draw(self) -> object:
+        return self.token
+
+    def make(self, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return self.finder.rows().to(device=device, dtype=dtype) if self.finder.tokens else super().make(dtype, device)
+
+    def redraw(self, number: int) -> None:
+        if number != self.projection.spec.draw:
+            super().redraw(number)
+            self.finder.restart(self.projection.spec)
+            self.token = object()
+
+    def clear(self) -> None:
+        """Where an A was asked for, all forget what was seen, so that the next batch can be scored."""
+        if any(source.made or source.finder.used for source in self.everyone):
+            for source in self.everyone:
+                source.made.clear()
+                source.finder.restart(source.projection.spec, anew=True)
+                source.token = object()
+
+
 @contextlib.contextmanager
 def observe(targets: Iterable[Target], mask: torch.Tensor | None = None, prefix: int = 0) -> Iterator[None]:
     """Forward passes inside, made without gradients, feed the finders of `targets`; any number of such passes add up to one A.
@@ -95,12 +137,16 @@ def observe(targets: Iterable[Target], mask: torch.Tensor | None = None, prefix:
     mask: bool or 0/1 [B, T], True at the tokens that count (padding does not); None: all. prefix: length of a pass [1, prefix] that comes
     before those of the mask's shape, over tokens that all B rows share; weighted by √B, as B copies with signs of their own would add up.
     Raises:
-        RuntimeError: A of this update is in use already. ValueError: mask and inputs differ in shape.
+        ConfigError: the targets' sketches look at no inputs. RuntimeError: A of this update is in use already. ValueError: mask and inputs
+            differ in shape.
     """
-    targets = list({id(t.finder): t for t in reversed(list(targets))}.values())  # the first layer of each shared input
-    if used := [t.name for t in targets if t._drawn]:
+    targets = list(targets)
+    if not all(isinstance(getattr(t.how, "source", None), FoundSource) for t in targets):
+        raise ConfigError("these sketches take no A from inputs: allowed with SketchConfig.projection = 'activation' only")
+    targets = list({id(t.how.source): t for t in reversed(targets)}.values())  # the first layer of each shared input
+    if used := [t.name for t in targets if t.how.source.made]:
         raise RuntimeError(f"the projection of {used[0]!r} is in use already: score the batch before its first forward pass with gradients, or zero_grad")
-    handles = [t.module.register_forward_pre_hook(_Feed(t.finder, mask, prefix), with_kwargs=True) for t in targets]
+    handles = [t.module.register_forward_pre_hook(_Feed(t.how.source.finder, mask, prefix), with_kwargs=True) for t in targets]
     try:
         with torch.no_grad():
             yield

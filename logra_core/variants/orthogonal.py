@@ -1,7 +1,7 @@
 """The orthogonalised direction: all singular values of an update made equal, from its low-rank factors alone.
 
 As in Muon (Jordan et al. 2024) and Dion (Ahn et al. 2025, arXiv 2504.05295, whose size √(D/K) is used). Their momentum is
-`OptimConfig.beta1`, off by default: where the projection is new at every update there is no basis to keep one in.
+`OptimConfig.beta1` (momentum.py), off by default: where the projection is new at every update there is no basis to keep one in.
 """
 
 from __future__ import annotations
@@ -9,6 +9,9 @@ from __future__ import annotations
 import math
 
 import torch
+
+from ..optim import LARGEST, SGDRule
+from ..settings import RULES, NonFiniteError
 
 
 def polar(T_DR: torch.Tensor) -> torch.Tensor:
@@ -36,3 +39,16 @@ def orthogonal(S_DR: torch.Tensor, V_RK: torch.Tensor) -> torch.Tensor:
     else:
         U_DR = T_DR @ torch.linalg.pinv(L_RR)
     return U_DR * math.sqrt(S_DR.shape[0] / V_RK.shape[1])
+
+
+class OrthogonalRule(SGDRule):
+    """`orthogonal`, without state."""
+
+    def __call__(self, S_DR, V_RK, state, step, moved_DR=None):
+        moved_DR = S_DR if moved_DR is None else moved_DR
+        if not float(moved_DR.norm()) <= LARGEST:
+            raise NonFiniteError("a decomposition of it has no defined result")
+        return orthogonal(moved_DR, V_RK), {}
+
+
+RULES["orthogonal"] = OrthogonalRule()

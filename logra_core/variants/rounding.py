@@ -8,20 +8,22 @@ count, chunk nor slice changes one, so trainer and engines round alike without a
 
 from __future__ import annotations
 
-import hashlib
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 
-from ..projection import canonical_name
+from ..kl import cut_to_bfloat16
+from ..optim import LARGEST
+from ..projection import canonical_name, key_of
 from ..settings import ConfigError, NonFiniteError
+from ..weights import TINY, Masters, Merge, Modules, canonical
 
 RECIPE = "logra-rounding-1"  # part of the key: a changed recipe must change every bit
 BLOCK = 16  # elements that one step of Philox's counter serves: 4 words of 64 bits, 16 bits an element
 CHUNK = 2**20  # elements of a weight rounded at once; bounds the temporaries, changes no bit
-PART = 2**24  # the same for layers' outputs
-TINY = torch.finfo(torch.float32).tiny  # the smallest normal number, of bf16 too
 
 
 @dataclass(frozen=True)
@@ -41,9 +43,8 @@ class Rounding:
 def random_bits(rounding: Rounding, name: str, width: int, rows: slice, columns: slice = slice(None)) -> np.ndarray:
     """16 random bits for each of `rows` and `columns` of a weight with `width` columns, uint16; equal to that part of the whole."""
     text = f"{RECIPE}|{rounding.seed}|{rounding.version}|{canonical_name(name)}"
-    key = np.frombuffer(hashlib.blake2b(text.encode(), digest_size=16).digest(), dtype="<u8").astype(np.uint64)
     count, steps = rows.stop - rows.start, -(-width // BLOCK)  # a row starts at a step of its own
-    words = np.random.Philox(key=key, counter=rows.start * steps).random_raw(4 * count * steps)
+    words = np.random.Philox(key=key_of(text), counter=rows.start * steps).random_raw(4 * count * steps)
     return words.astype("<u8", copy=False).view("<u2").reshape(count, steps * BLOCK)[:, :width][:, columns]
 
 
@@ -71,32 +72,60 @@ def stochastic_round(
         part = W_DK[start : start + step].contiguous()
         bits = random_bits(rounding, name, width, slice(first + start, first + start + len(part)), columns)
         bits = torch.from_numpy(np.ascontiguousarray(bits).view(np.int16)).to(part.device)  # two bytes an element travel to a GPU
-        rounded = _cut(part, bits.to(torch.int32).bitwise_and_(0xFFFF))
+        rounded = cut_to_bfloat16(part, bits.to(torch.int32).bitwise_and_(0xFFFF))
         if not (torch.isfinite(part).all() and torch.isfinite(rounded).all()):
             raise NonFiniteError(f"weight of {name!r} is not finite in bfloat16 after the update")
         made[start : start + step] = torch.where(rounded.abs() < TINY, 0, rounded)
     return made
 
 
-def _cut(values: torch.Tensor, bits: torch.Tensor) -> torch.Tensor:
-    """bf16 of contiguous fp32 `values` with `bits` (int32, below 2^16; overwritten) added below the last place that stays."""
-    return bits.add_(values.view(torch.int32)).bitwise_right_shift_(16).to(torch.int16).view(torch.bfloat16)
+class Stochastic(Masters):
+    """Rounding of bf16 weights without masters: a merge computes W − U V in fp32, a layer at a time, and rounds it stochastically.
 
-
-def _cut_or_nan(values: torch.Tensor, bits: torch.Tensor) -> torch.Tensor:
-    """As `_cut`, for values that may be NaN: a carry would make a number of a GPU's, which has all bits set."""
-    return _cut(values, bits.mul_(values == values))
-
-
-def add_on_grid(y: torch.Tensor, change: torch.Tensor, scale: float, generator: torch.Generator) -> torch.Tensor:
-    """y + scale · change in bf16, rounded up or down by chance: right in the mean. Both bf16, of one shape [..., D]; the result is new.
-
-    For a change of something that is already rounded. To nearest, every element that changes by less than half a unit in the last place
-    would stay as it is; where two different fp32 sums are rounded, their places between the neighbours spare them that.
+    Weights that differ in −0 and subnormals alone count as equal, and are merged into as +0 (`canonical`).
     """
-    made = torch.empty_like(y, memory_format=torch.contiguous_format)
-    for part, y_part, change_part in zip(*(t.reshape(-1).split(PART) for t in (made, y, change)), strict=True):
-        bits = torch.randint(2**16, y_part.shape, dtype=torch.int32, device=y.device, generator=generator)
-        values = y_part.float().add_(change_part, alpha=scale)
-        part.copy_(_cut_or_nan(values, bits))
-    return made
+
+    kind = "bfloat16"
+    at_hand = False
+
+    def start(self, layout: Modules) -> dict[str, torch.Tensor]:
+        """No masters. Raises ConfigError, naming them, for weights that are their own fp32 master, or of another format."""
+        self.layout, self.masters = layout, {}
+        if other := {n: W.dtype for n in layout.shapes if (W := layout.local(n)).dtype != torch.bfloat16}:
+            name, dtype = next(iter(other.items()))
+            raise ConfigError(
+                f"stochastic_rounding = True: allowed with bfloat16 weights only, but {len(other)} of {len(layout.shapes)} are not "
+                f"({name!r} is {str(dtype).removeprefix('torch.')}); load the model in bfloat16, or turn it off"
+            )
+        return self.masters
+
+    def read(self, name: str) -> torch.Tensor:
+        """fp32, made anew at each call and shared with nobody."""
+        return canonical(self.layout.local(name)).float()
+
+    def stored(self, name: str) -> torch.Tensor:
+        """The bf16 weight itself."""
+        return self.layout.local(name)
+
+    def refused(self, state: Mapping[str, torch.Tensor]) -> str:
+        other = [f"{n} ({t.dtype})" for n, t in state.items() if t.dtype != torch.bfloat16]
+        return f"weight not in bfloat16, though no masters are kept: {', '.join(other[:5])}" if other else ""
+
+    def check(self, names: Iterable[str]) -> list[str]:
+        """Layers whose sum with an update may leave bf16's range, which a merge would find too late."""
+        weights = {n: self.stored(n) for n in names}
+        return [n for n, W in weights.items() if W.numel() and not float(torch.stack(W.aminmax()).abs().max()) <= LARGEST]
+
+    def write_(self, name: str, value: torch.Tensor, update: Merge | None) -> None:
+        """Raises NonFiniteError before the layer changes; ConfigError for an fp32 weight without an update to round by."""
+        if update is not None:
+            value = stochastic_round(value, Rounding(update.seed, update.version), name, self.layout.rows(name).start)
+        elif value.dtype != torch.bfloat16:
+            raise ConfigError(f"weight of {name!r} is {value.dtype}; expected torch.bfloat16, since no fp32 master is kept")
+        self.layout.store_(name, value)
+
+    def keep(self, name: str) -> Any:
+        return self.layout.keep(name)
+
+    def put_back_(self, name: str, kept: Any) -> None:
+        self.layout.restore_(name, kept)

@@ -18,12 +18,15 @@ import numpy as np
 import torch
 from torch import nn
 
-from ..kl import CHUNK, ProbeBatch, _context_logits, _probing, hooked, vocabulary
-from ..sketch import paused, plain_dtypes
+from ..kl import CHUNK, Logits, ProbeBatch, context_logits, hooked, over_ranks, parts_of, probing
+from ..settings import ESTIMATORS
+from ..sketch import autocast_off
 from ..sync import SketchUpdate
 
 
-def q_score_sketch(model: nn.Module, update: SketchUpdate, probe: ProbeBatch, samples: int, temperature: float = 1.0) -> float:
+def q_score_sketch(
+    model: nn.Module, update: SketchUpdate, probe: ProbeBatch, samples: int, temperature: float = 1.0, logits: Logits = context_logits
+) -> float:
     """q estimated from `samples` draws of a token at each context; the same number whenever update version and probe are the same.
 
     Nothing is left behind: no weight and no sketch gets a gradient. Costs a forward pass and `samples` backward passes without weight
@@ -31,19 +34,40 @@ def q_score_sketch(model: nn.Module, update: SketchUpdate, probe: ProbeBatch, sa
     Raises:
         ConfigError: the update has layers the model lacks. RuntimeError: a target's output has no row for each sequence.
     """
-    total, seen = 0.0, Counter()
-    with _probing(model), _still_checkpointing(model), paused(model), torch.enable_grad(), _tapped(model, update) as taps:
-        for part in probe.parts(vocabulary(model)):
+    total, contexts, seen = 0.0, 0, Counter()
+    with probing(model), _still_checkpointing(model), paused(model), torch.enable_grad(), _tapped(model, update) as taps:
+        for part in parts_of(model, probe):
             uniform_SC = _uniforms(update.version, part, samples, seen)
-            total += float(sum(f_B.square().sum() for f_B in scores(model, part, taps, uniform_SC, temperature)))
-    total, contexts = probe.over_ranks(total / samples)
+            total += float(sum(f_B.square().sum() for f_B in scores(model, part, taps, uniform_SC, temperature, logits)))
+            contexts += uniform_SC.shape[1]
+    total, contexts = over_ranks(probe, total / samples, contexts)
     return total / (2 * contexts)
 
 
-def scores(model: nn.Module, part: ProbeBatch, taps: _Step, uniform_SC: torch.Tensor, temperature: float) -> Iterator[torch.Tensor]:
+def _by_score_sketch(model, update, probe, config, last, logits):
+    return q_score_sketch(model, update, probe, config.score_samples, config.temperature, logits)
+
+
+ESTIMATORS["score_sketch"] = _by_score_sketch
+
+
+@contextlib.contextmanager
+def paused(model: nn.Module) -> Iterator[None]:
+    """Forward passes inside are not sketched, though they have gradients."""
+    targets = [t for m in model.modules() for t in getattr(m, "_logra_targets", {}).values()]
+    try:
+        for target in targets:
+            target.stop()
+        yield
+    finally:
+        for target in targets:
+            target.start()
+
+
+def scores(model: nn.Module, part: ProbeBatch, taps: _Step, uniform_SC: torch.Tensor, temperature: float, logits: Logits = context_logits) -> Iterator[torch.Tensor]:
     """For each row of `uniform_SC` [samples, contexts], f_B [B] float64: d/dstep of Σ log p(v) of each sequence, v drawn by that row."""
     taps.step_B = torch.zeros(len(part.input_ids), dtype=torch.float64, device=part.input_ids.device, requires_grad=True)
-    z_CV = _context_logits(model, part)
+    z_CV = logits(model, part)
     for i, uniform_C in enumerate(uniform_SC):
         _, grad_CV = draw_tokens(z_CV.detach(), uniform_C, temperature)
         (f_B,) = torch.autograd.grad(z_CV, taps.step_B, grad_CV, retain_graph=i + 1 < len(uniform_SC))
@@ -116,7 +140,7 @@ class _Tap(torch.autograd.Function):
     @staticmethod
     def backward(ctx, g):
         (P_NR,) = ctx.saved_tensors
-        with plain_dtypes(g.device):
+        with autocast_off(g.device):
             gU_NR = g.reshape(-1, g.shape[-1]).float() @ ctx.U_DR.float()
             f_B = (gU_NR.double() * P_NR.double()).reshape(ctx.rows, -1).sum(1)
         return g, None, f_B, None

@@ -13,34 +13,26 @@ import torch
 from torch import nn
 
 from ..projection import ProjectionSpec, make_projection
-from ..settings import SketchConfig
-from ..sketch import Target, plain_dtypes, product_fp32, refuse_old_draw
+from ..settings import NonFiniteError
+from ..sketch import LayerSketch, product_fp32
 
 LEFT = "#left"  # marks the name that Ψ is drawn for; no module name holds a `#`
 
 
-def sizes(config: SketchConfig, rows: int, width: int) -> tuple[int, int]:
+def sizes(rank: int, equal_bytes: bool, rows: int, width: int) -> tuple[int, int]:
     """(q, p): rows of Ω [q, K] and of Ψ [p, D] for a layer W [D, K].
 
     q = r/2 and p = r; or, with `equal_bytes`, the largest q with p = 2q that D·q + K·p <= r·D allows, and p as large as is left.
     Always 1 <= q <= min(D, K) and q + 2 <= p <= D where D is that large: with p < q + 2 the error of Ĝ has no finite mean (Theorem 4.3).
     At the smallest ranks that lower bound can exceed the equal budget; `accumulated` tells what is really held.
     """
-    q, p = config.rank // 2, config.rank
-    if config.equal_bytes:
-        budget = config.rank * rows
+    q, p = rank // 2, rank
+    if equal_bytes:
+        budget = rank * rows
         q = budget // (rows + 2 * width)
         p = (budget - max(q, 1) * rows) // width
     q = min(max(q, 1), rows, width)
     return q, min(max(p, q + 2), rows)
-
-
-def accumulated(config: SketchConfig, rows: int, width: int) -> int:
-    """fp32 values that the sketch of one layer W [D, K] accumulates: D·r, or D·q + p·K."""
-    if config.kind == "one_sided":
-        return rows * config.rank
-    q, p = sizes(config, rows, width)
-    return rows * q + p * width
 
 
 def rebuild(Y_DQ: torch.Tensor, Z_PK: torch.Tensor, Psi_PD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -55,73 +47,47 @@ def rebuild(Y_DQ: torch.Tensor, Z_PK: torch.Tensor, Psi_PD: torch.Tensor) -> tup
     return Q_DQ @ R_QQ.T, B_KQ.T.contiguous()
 
 
-class TwoSidedTarget(Target):
-    """A layer whose `sketch.grad` is Y [D, q] and Z [p, K] in one flat fp32 vector [D·q + p·K]."""
+class TwoSidedSketch(LayerSketch):
+    """A layer that accumulates Y [D, q] and Z [p, K] in one flat fp32 vector [D·q + p·K]. Ω is `matrix`, Ψ [p, D] `left`."""
 
     by_value = True
 
-    def __init__(self, name: str, module: nn.Linear, spec: ProjectionSpec, config: SketchConfig) -> None:
-        self.q, self.p = sizes(config, module.out_features, module.in_features)
+    def __init__(self, name: str, module: nn.Linear, spec: ProjectionSpec, equal_bytes: bool = False) -> None:
+        self.q, self.p = sizes(spec.rank, equal_bytes, module.out_features, module.in_features)
         super().__init__(name, module, dataclasses.replace(spec, rank=self.q))
 
-    def sketch_shape(self) -> tuple[int, ...]:
-        return (self.module.out_features * self.q + self.p * self.width,)
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (self.module.out_features * self.q + self.p * self.module.in_features,)
 
     def left(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """Ψ [p, D] of the current draw; Ω is `projection`."""
-        key = (LEFT, dtype, self.weight.device)
-        if key not in self._drawn:
-            spec = dataclasses.replace(self.spec, rank=self.p)
-            self._drawn[key] = make_projection(spec, self.name + LEFT, self.module.out_features, dtype=dtype, device=self.weight.device)
-        return self._drawn[key]
-
-    def draw(self, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, ...]:
-        return self.projection(dtype), self.left(dtype)
-
-    def draw_shapes(self, dtype: torch.dtype = torch.float32) -> dict[tuple, tuple[int, int]]:
-        return super().draw_shapes(dtype) | {(LEFT, dtype, self.weight.device): (self.p, self.module.out_features)}
+        """Ψ [p, D] of the current draw."""
+        key = LEFT, dtype, self.module.weight.device
+        if key not in self._made:
+            spec = dataclasses.replace(self.projection.spec, rank=self.p)
+            self._made[key] = make_projection(spec, self.name + LEFT, self.module.out_features, dtype=dtype, device=key[2])
+        return self._made[key]
 
     def parts(self, flat: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Views Y [D, q] and Z [p, K] of a flat vector."""
-        Y, Z = flat.split([self.module.out_features * self.q, self.p * self.width])
+        Y, Z = flat.split([self.module.out_features * self.q, self.p * self.module.in_features])
         return Y.view(-1, self.q), Z.view(self.p, -1)
 
-    def factors(self) -> tuple[torch.Tensor, torch.Tensor]:
-        return rebuild(*self.parts(self.sketch.grad), self.left())
+    def keep(self, x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+        """The input itself, as torch keeps it for a trained weight."""
+        self.matrix(dtype), self.left(dtype)  # in forward, where memory is counted
+        return (x.detach().to(dtype).reshape(-1, x.shape[-1]),)
 
-    def _tap(self, output: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        x_NK = x.detach().to(output.dtype).reshape(-1, self.width)
-        return _Tap.apply(output, x_NK, self.projection(output.dtype), self.left(output.dtype), self.sketch, self)
+    def add(self, g_ND: torch.Tensor, *kept: torch.Tensor) -> torch.Tensor:
+        """gᵀ(x Ωᵀ) beside (g Ψᵀ)ᵀ x."""
+        (x_NK,) = kept
+        flat = torch.empty(self.shape, dtype=torch.float32, device=g_ND.device)
+        Y_DQ, Z_PK = self.parts(flat)
+        product_fp32(g_ND.T, x_NK @ self.matrix(x_NK.dtype).T, out=Y_DQ)
+        product_fp32((g_ND @ self.left(x_NK.dtype).T).T, x_NK, out=Z_PK)
+        return flat
 
-
-class _Tap(torch.autograd.Function):
-    """Identity on y; the gradient of `sketch` is gᵀ(x Ωᵀ) beside (g Ψᵀ)ᵀ x, from the input x [N, K] saved in forward."""
-
-    @staticmethod
-    def forward(y, x_NK, Omega_QK, Psi_PD, sketch, target):
-        return y.view_as(y)
-
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        y, x_NK, Omega_QK, Psi_PD, sketch, target = inputs
-        ctx.save_for_backward(x_NK)
-        ctx.target, ctx.spec, ctx.forgotten, ctx.drawn = target, target.spec, target.forgotten, (Omega_QK, Psi_PD)
-
-    @staticmethod
-    def backward(ctx, g):
-        refuse_old_draw(ctx)
-        flat = None
-        if ctx.needs_input_grad[4]:
-            (x_NK,) = ctx.saved_tensors
-            Omega_QK, Psi_PD = ctx.drawn
-            g_ND = g.reshape(-1, g.shape[-1])
-            flat = torch.empty(ctx.target.sketch_shape(), dtype=torch.float32, device=g.device)
-            Y_DQ, Z_PK = ctx.target.parts(flat)
-            with torch.no_grad(), plain_dtypes(g.device):
-                product_fp32(g_ND.T, x_NK @ Omega_QK.T, out=Y_DQ)
-                product_fp32((g_ND @ Psi_PD.T).T, x_NK, out=Z_PK)
-        return g, None, None, None, flat, None
-
-    @staticmethod
-    def jvp(ctx, y_tangent, *_):
-        return y_tangent.view_as(y_tangent)
+    def factors(self, accumulated: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        if not torch.isfinite(accumulated).all():
+            raise NonFiniteError("nothing can be rebuilt from it")
+        return rebuild(*self.parts(accumulated), self.left())

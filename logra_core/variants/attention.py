@@ -1,6 +1,4 @@
-"""What forward mode over a frozen language model needs beyond torch's own rules: attention by blocks, and linear layers without a third product.
-
-Of y = x Wᵀ + b torch computes ẏ = ẋ Wᵀ + x Ẇᵀ with Ẇ = 0 written out, a product and a tensor of the weight's size too many in every layer.
+"""Forward mode in less memory and time: linear layers without a third product, and attention by blocks. `kl.forward_mode` has both from here.
 
 Attention with a forward-mode rule that never holds a score for every pair of tokens: O(T · BLOCK) memory, any mask of transformers.
 
@@ -21,15 +19,14 @@ import torch.autograd.forward_ad as fw
 import torch.nn.functional as F
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
-from .settings import ConfigError
+from ..kl import FORWARD_MODE, INSTEAD
+from ..settings import ConfigError
 
 NAME = "logra_blockwise"  # of this attention in a model's config
 BLOCK = 256  # queries, and keys, of a block
 EMPTY, PARTLY, FULL = range(3)  # does no query of a block see a key of another, some, every one every
-INSTEAD = 'use KLConfig(estimator="finite_difference") or "score_sketch"'
 
 
 class Visible:
@@ -158,8 +155,7 @@ def visible_blocks(
 
 @contextlib.contextmanager
 def forward_mode_attention(model: nn.Module) -> Iterator[None]:
-    """Inside, attention of a model has a forward-mode rule: by blocks in every transformers model in it that lets its attention be chosen,
-    by torch's unfused kernel otherwise. Configs are as before afterwards."""
+    """Inside, attention goes by blocks in every transformers model in `model` that lets its attention be chosen. Configs are as before afterwards."""
     from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
     AttentionInterface.register(NAME, attend)
@@ -169,20 +165,20 @@ def forward_mode_attention(model: nn.Module) -> Iterator[None]:
     try:
         for config, _ in before:
             config._attn_implementation_internal = NAME  # the public setter would reach into sub-configs and look for kernels
-        with sdpa_kernel(SDPBackend.MATH):
-            yield
+        yield
     finally:
         for config, implementation in before:
             config._attn_implementation_internal = implementation
 
 
 class FrozenLinear(TorchFunctionMode):
-    """Inside a dual level, ẏ = ẋ Wᵀ of every `F.linear` whose weight and bias have no tangent."""
+    """Inside a dual level, ẏ = ẋ Wᵀ of every `F.linear` whose weight and bias have no tangent.
+
+    torch itself computes ẏ = ẋ Wᵀ + x Ẇᵀ with Ẇ = 0 written out: a product and a tensor of the weight's size too many in every layer.
+    """
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        if func is not F.linear:
-            return func(*args, **(kwargs or {}))
-        return self._linear(*args, **(kwargs or {}))
+        return self._linear(*args, **(kwargs or {})) if func is F.linear else func(*args, **(kwargs or {}))
 
     @staticmethod
     def _linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -192,11 +188,4 @@ class FrozenLinear(TorchFunctionMode):
         return fw.make_dual(F.linear(x, weight, bias), F.linear(x_dot, weight))
 
 
-@contextlib.contextmanager
-def forward_mode(model: nn.Module) -> Iterator[None]:
-    """A dual level of `torch.autograd.forward_ad` in which `model` carries tangents from a layer's output to its logits.
-
-    Raises ConfigError, inside, for an attention without a forward-mode rule (`forward_mode_attention`). The model is as before afterwards.
-    """
-    with fw.dual_level(), forward_mode_attention(model), FrozenLinear():
-        yield
+FORWARD_MODE += [forward_mode_attention, lambda model: FrozenLinear()]
