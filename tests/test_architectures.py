@@ -102,7 +102,8 @@ ALL = {
     "OLMo 2": Architecture("Olmo2", {}),
     "OLMo 3 (windows)": Architecture("Olmo3", WINDOW | dict(layer_types=["sliding_attention", "full_attention"]), shares=False),
     "DeepSeek-V2": Architecture(
-        "DeepseekV2", MLA | ROUTED | dict(head_dim=8), **other("q_a_proj q_b_proj kv_a_proj_with_mqa kv_b_proj o_proj gate_proj up_proj down_proj", "kl")
+        "DeepseekV2", MLA | ROUTED | dict(head_dim=8),
+        **other("q_a_proj q_b_proj kv_a_proj_with_mqa kv_b_proj o_proj gate_proj up_proj down_proj", "kl")
     ),
     "DeepSeek-V3": Architecture(
         "DeepseekV3", MLA | ROUTED, **other("q_a_proj q_b_proj kv_a_proj_with_mqa kv_b_proj o_proj gate_proj up_proj down_proj", "kl")
@@ -116,8 +117,8 @@ ALL = {
     "SmolLM3": Architecture("SmolLM3", {}),
     "Llama 4 (chunks)": Architecture(
         "Llama4",
-        dict(head_dim=8, attention_chunk_size=16, layer_types=["chunked_attention", "full_attention"], num_local_experts=4, num_experts_per_tok=1,
-             intermediate_size_mlp=48, interleave_moe_layer_step=1),
+        dict(head_dim=8, attention_chunk_size=16, layer_types=["chunked_attention", "full_attention"], num_local_experts=4,
+             num_experts_per_tok=1, intermediate_size_mlp=48, interleave_moe_layer_step=1),
         targets=QKVO, shares=False, refused=("kl",), config="Llama4TextConfig", note=", but for the shared expert's `down_proj`",
     ),
     "LFM2 (convolutions)": Architecture(
@@ -127,7 +128,8 @@ ALL = {
         "Bamba", dict(attn_layer_indices=[1], mamba_n_heads=4, mamba_d_head=16, mamba_d_state=8, mamba_n_groups=1), shares=False
     ),
     "Mamba": Architecture(
-        "Mamba", dict(state_size=8), shares=False, only=("vocab_size", "hidden_size", "num_hidden_layers", "initializer_range", "pad_token_id", "eos_token_id"),
+        "Mamba", dict(state_size=8), shares=False,
+        only=("vocab_size", "hidden_size", "num_hidden_layers", "initializer_range", "pad_token_id", "eos_token_id"),
         **other("in_proj out_proj x_proj"),
     ),
     "Mamba 2": Architecture(
@@ -228,7 +230,7 @@ def check_sketch(case: Architecture, model) -> str:
 
 
 def check_kl(case: Architecture, model) -> str:
-    """α² q against the exact KL of α and −α, whose mean has no term in α³, where it is about 1e-6 nats: beyond, routed experts change places."""
+    """α² q against the exact KL of α and −α, whose mean has no term in α³, at about 1e-6 nats: beyond, routed experts change places."""
     ids = random_ids(3, 24, 97)
     logra = LoGRA(model, SketchConfig(rank=5, targets=case.chosen), OptimConfig(update_ratio=1e-2))
     policy_loss(model, ids).backward()
@@ -358,13 +360,18 @@ def test_a_model_that_padding_changes_is_refused_when_an_engine_is_made(kind):
         TransformersRollout(model, tiny_tokenizer(), QKVO)
 
 
-@pytest.mark.parametrize("rope", ["longrope", "dynamic"])
-def test_rows_whose_rotary_frequencies_depend_on_their_batch_are_refused(rope):
-    """Above the length that it was trained at, such a model turns all rows of a batch by the frequencies of the longest one."""
-    long = {"short_factor": [1.0] * 4, "long_factor": [4.0] * 4, "original_max_position_embeddings": 40} if rope == "longrope" else {}
-    settings = {"rope_parameters": {"rope_type": rope, "rope_theta": 1e4, "factor": 2.0} | long}
-    settings |= {"max_position_embeddings": 40} if rope == "dynamic" else {}
-    model, rollouts = Architecture("Llama", settings).build(), given_rollouts()
+@pytest.mark.parametrize("kind", ["longrope", "dynamic", "scaled queries"])
+def test_rows_that_depend_on_their_batch_are_refused(kind, monkeypatch):
+    """Above the length that it was trained at, such a model turns all rows of a batch by the frequencies of the longest one. Llama 4 scales its
+    queries by columns, padding among them."""
+    if kind == "scaled queries":
+        case = ALL["Llama 4 (chunks)"]
+        model = dataclasses.replace(case, changes=case.changes | {"floor_scale": 41, "no_rope_layers": [1, 0]}).build()
+    else:
+        long = {"short_factor": [1.0] * 4, "long_factor": [4.0] * 4, "original_max_position_embeddings": 40} if kind == "longrope" else {}
+        settings = {"rope_parameters": {"rope_type": kind, "rope_theta": 1e4, "factor": 2.0} | long}
+        model = Architecture("Llama", settings | ({"max_position_embeddings": 40} if kind == "dynamic" else {})).build()
+    rollouts = given_rollouts()
     assert exact_room(model) == 40 and exact_room(ALL["Llama"].build()) is None
     engine = TransformersRollout(model, tiny_tokenizer(), QKVO)
     assert engine.room == 40
@@ -373,8 +380,10 @@ def test_rows_whose_rotary_frequencies_depend_on_their_batch_are_refused(rope):
     short = rollouts.select([0, 2])
     assert deviation(model, short, trainer_logprobs(model, short, short.shared(model))) < TOLERANCE
     for shared in (0, SHARED):
-        with pytest.raises(ValueError, match="a row of 54 tokens; above 40 .*smaller sampling.max_tokens"):
+        with pytest.raises(ValueError, match="54 columns; above 40 .*smaller sampling.max_tokens"):
             trainer_logprobs(model, rollouts, shared)
+    monkeypatch.setattr("logra_core.rl.ppo.exact_room", lambda _: None)
+    assert deviation(model, rollouts, trainer_logprobs(model, rollouts, 0)) > 0.01
 
 
 if __name__ == "__main__":

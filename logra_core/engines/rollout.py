@@ -98,12 +98,17 @@ def refuse_padding(model) -> None:
 
 
 def exact_room(model) -> int | None:
-    """Tokens of a row above which the model's rotary frequencies depend on the longest row of its batch (longrope, dynamic), or None."""
+    """Columns of a batch, of prompts and responses with padding, above which a row depends on the others; None: no such bound.
+
+    Rotary frequencies of longrope and dynamic scaling follow the longest row of a batch; Llama 4 scales its queries by columns.
+    """
     config, limits = _text_config(model), []
     rope = getattr(config, "rope_parameters", None) or {}
     for one in (rope, *(v for v in rope.values() if isinstance(v, dict))):  # one, or one for each kind of layer
         if one.get("rope_type") in ("longrope", "dynamic"):
             limits.append(one.get("original_max_position_embeddings") or config.max_position_embeddings)
+    if getattr(config, "model_type", "") == "llama4_text" and config.attn_temperature_tuning:
+        limits.append(int(config.floor_scale) - 1)  # the scale is 1 below
     return min(limits, default=None)
 
 

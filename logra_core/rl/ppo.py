@@ -111,8 +111,8 @@ def sequence_logprobs(
     how many may be left out. Not together with activation checkpointing, which keeps no cache.
     chunk: tokens whose logits exist at once (`token_logprobs`); 0: all. Equal within fp32 rounding.
     Raises:
-        ValueError: bad shapes, masks or settings; a prefix that the model's attention cannot share exactly; rows so long that the model's
-            rotary frequencies depend on the batch; or, with a chunk, a model that changes its head's logits (scaling, soft caps).
+        ValueError: bad shapes, masks or settings; a prefix that the model's attention cannot share exactly; so many columns that
+            a row depends on the others (`exact_room`); or, with a chunk, a model that changes its head's logits (scaling, soft caps).
     """
     if chunk < 0:
         raise ValueError(f"sequence_logprobs: chunk = {chunk!r}; allowed is >= 0")
@@ -129,16 +129,17 @@ def sequence_logprobs(
     first = int(columns[0])
     keep = input_ids.shape[1] - first + 1
     cache, shared = None, 0 if prefix is None else len(prefix)
-    if (room := exact_room(model)) is not None and (longest := shared + int(padded["attention_mask"].sum(1).max())) > room:
+    width = shared + input_ids.shape[1]
+    if (room := exact_room(model)) is not None and width > room:
         raise ValueError(
-            f"sequence_logprobs: a row of {longest} tokens; above {room} the rotary frequencies of {type(model).__name__} depend on the longest row of "
-            "the batch, so its log-probs would too: allowed are shorter prompts or a smaller sampling.max_tokens"
+            f"sequence_logprobs: {width} columns; above {room} each row of a batch of {type(model).__name__} depends on the others (their lengths "
+            "set its rotary frequencies or scales): allowed are shorter prompts or a smaller sampling.max_tokens"
         )
     if shared:
-        if not can_share_prefix(model, shared + input_ids.shape[1]):
+        if not can_share_prefix(model, width):
             raise ValueError(
-                f"sequence_logprobs: {type(model).__name__} cannot share a prefix of {shared} tokens exactly among {shared + input_ids.shape[1]} columns "
-                "(a sliding window, chunks, or a state that padding passes through): skip as many as Rollouts.shared(model) says"
+                f"sequence_logprobs: {type(model).__name__} cannot share a prefix of {shared} tokens exactly among {width} columns (a sliding "
+                "window, chunks, or a state that padding passes through): skip as many as Rollouts.shared(model) says"
             )
         cache = model(input_ids=prefix.to(device)[None], use_cache=True, logits_to_keep=1).past_key_values
         if cache is None:
