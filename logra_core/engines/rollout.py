@@ -7,6 +7,7 @@ tensors, so a missed or repeated update shows as a version or fingerprint that d
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, Sequence
@@ -16,12 +17,23 @@ import torch
 if TYPE_CHECKING:
     from ..sync import SketchUpdate
 
-from ..settings import Checked
+from ..settings import Checked, ConfigError
 from ..sync import Replica, SyncError, message_header
 from ..weights import Masters
 
 MIN_SHARED = 8  # a common beginning of the prompts shorter than this is not worth a pass of its own
 LARGEST = 2**31  # bytes of a message in a call to vLLM: msgpack ends at 4 GiB, and base64 adds a third
+
+
+# model_type of what takes no position_ids and needs none: relative positions (ALiBi), or none at all.
+WITHOUT_POSITIONS = ("bloom", "mpt", "mamba", "mamba2", "falcon_mamba")
+# model_type -> why padding before a row changes the row in transformers, whatever the attention mask says.
+PADDING_COUNTS = {
+    "rwkv": "its state reads padding as if it were tokens",
+    "xlstm": "its state reads padding as if it were tokens",
+    "recurrent_gemma": "its recurrent blocks read padding as if it were tokens",
+    "deepseek_v4": "it compresses keys in blocks of columns, which padding shifts",
+}
 
 
 class RolloutError(RuntimeError):
@@ -31,13 +43,74 @@ class RolloutError(RuntimeError):
 def shared_prefix(prompts: Sequence[Sequence[int] | torch.Tensor]) -> int:
     """Tokens of the common beginning of all prompts (chat template, system prompt), leaving each prompt one token or more.
 
-    Computing it once instead of once a row is exact: the same keys and values serve every row. 0 if shorter than `MIN_SHARED`.
+    0 if shorter than `MIN_SHARED`. Whether it may be computed once instead of once a row, `can_share_prefix` says.
     """
     lists = [p.tolist() if isinstance(p, torch.Tensor) else list(p) for p in prompts]
     first, last = min(lists), max(lists)  # in lexicographic order: what these two share, all share
     length = next((i for i, (a, b) in enumerate(zip(first, last)) if a != b), min(map(len, lists)))
     length = min(length, min(map(len, lists)) - 1)
     return length if len(lists) > 1 and length >= MIN_SHARED else 0
+
+
+def _text_config(model):
+    config = getattr(model, "config", None)
+    return config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
+
+
+def can_share_prefix(model, columns: int) -> bool:
+    """Whether the common beginning of the prompts of a batch can be computed once: is it exact for rows laid out as prefix, padding, rest?
+
+    columns: of the longest row that can occur, padding included. With full attention it is: one row's keys and values serve all, and
+    padding is masked. A sliding window or a chunk counts columns, so padding takes places in it: exact only where it holds all columns.
+    Linear attention, convolutions and state spaces carry a state through the padding, or have no cache that can be repeated: never.
+    Decided from the config, by the cache that transformers makes of it; False for whatever is not known to be exact.
+    """
+    from transformers import DynamicCache
+    from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+
+    config = _text_config(model)
+    if config is None or getattr(model, "_is_stateful", False) or "local" in (getattr(config, "attention_layers", None) or ()):
+        return False
+    if not {"position_ids", "past_key_values"} <= set(inspect.signature(model.forward).parameters):
+        return False  # positions by column, as in MPT
+    for layer in DynamicCache(config=config).layers or [None]:
+        if type(layer) is DynamicSlidingWindowLayer:
+            if layer.sliding_window < columns:
+                return False
+        elif type(layer) is not DynamicLayer:
+            return False
+    return True
+
+
+def refuse_padding(model) -> None:
+    """Raises ConfigError for a model whose rows change when padding stands before them: prompts of a batch could not be computed together."""
+    config, parameters = _text_config(model), set(inspect.signature(model.forward).parameters)
+    kind = getattr(config, "model_type", None)
+    why = PADDING_COUNTS.get(kind)
+    if why is None and "attention_mask" not in parameters:
+        why = "its forward takes no attention_mask"
+    if why is None and "position_ids" not in parameters and kind not in WITHOUT_POSITIONS:
+        why = "its forward takes no position_ids"
+    if why:
+        raise ConfigError(
+            f"{type(model).__name__} cannot be trained here: prompts of different lengths are padded on the left, and {why}. Allowed is a "
+            "model of which a padded row equals the row alone, such as Llama, Qwen, Mistral, Gemma or Mamba"
+        )
+
+
+def exact_room(model) -> int | None:
+    """Columns of a batch, of prompts and responses with padding, above which a row depends on the others; None: no such bound.
+
+    Rotary frequencies of longrope and dynamic scaling follow the longest row of a batch; Llama 4 scales its queries by columns.
+    """
+    config, limits = _text_config(model), []
+    rope = getattr(config, "rope_parameters", None) or {}
+    for one in (rope, *(v for v in rope.values() if isinstance(v, dict))):  # one, or one for each kind of layer
+        if one.get("rope_type") in ("longrope", "dynamic"):
+            limits.append(one.get("original_max_position_embeddings") or config.max_position_embeddings)
+    if getattr(config, "model_type", "") == "llama4_text" and config.attn_temperature_tuning:
+        limits.append(int(config.floor_scale) - 1)  # the scale is 1 below
+    return min(limits, default=None)
 
 
 @dataclass(frozen=True)
@@ -86,6 +159,12 @@ class Rollouts:
     def tokens(self) -> int:
         """Generated tokens of the batch (the loss divisor)."""
         return sum(len(r) for r in self.response_ids)
+
+    def shared(self, model) -> int:
+        """Tokens at the beginning of all prompts that a pass of `model` over these rows may compute once; 0 where that would not be exact."""
+        columns = max(map(len, self.prompt_ids)) + max(map(len, self.response_ids))
+        shared = shared_prefix(self.prompt_ids)
+        return shared if shared and can_share_prefix(model, columns) else 0
 
     def select(self, indices: Sequence[int]) -> Rollouts:
         """The rollouts at `indices`, in that order."""
@@ -213,8 +292,10 @@ class TransformersRollout:
 
         if batch_rows < 1:
             raise ValueError(f"TransformersRollout: batch_rows = {batch_rows}; allowed is >= 1")
+        refuse_padding(model)
         self.model, self.tokenizer, self.batch_rows = model.eval().requires_grad_(False), tokenizer, batch_rows
-        self.room = getattr(model.config, "max_position_embeddings", None)
+        rooms = (getattr(model.config, "max_position_embeddings", None), exact_room(model))
+        self.room = min((r for r in rooms if r), default=None)
         self.eos_ids = ends = end_ids(getattr(model, "generation_config", None), tokenizer)
         self.pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else ends[0]
         # generate() fills unset options from the model's own generation config (top_k, repetition_penalty, ...): they would bend the
@@ -271,6 +352,8 @@ class TransformersRollout:
         from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopPLogitsWarper
 
         width, shared = max(map(len, prompts)), shared_prefix(prompts)
+        if shared and not can_share_prefix(self.model, width + sampling.max_tokens):
+            shared = 0
         input_ids = torch.full((len(prompts), width), self.pad_id, dtype=torch.int64)
         attention_mask = torch.zeros_like(input_ids)
         for i, p in enumerate(prompts):  # shared beginning, padding, rest

@@ -20,7 +20,7 @@ from torch import nn
 from tqdm.auto import tqdm
 
 from ..engines.policy import load_policy
-from ..engines.rollout import Rollouts, TransformersRollout, shared_prefix
+from ..engines.rollout import Rollouts, TransformersRollout
 from ..projection import ProjectionSpec, make_projection
 from ..rl import checkpoint
 from ..rl.configfile import load_config
@@ -105,7 +105,7 @@ def policy_gradients(
     for start in range(0, len(rollouts), cfg.ppo.microbatch):
         rows = list(range(start, min(start + cfg.ppo.microbatch, len(rollouts))))
         part = rollouts.select(rows)
-        shared = shared_prefix(part.prompt_ids)
+        shared = part.shared(model)
         padded = part.padded(pad, skip=shared)
         logp = sequence_logprobs(model, padded, cfg.sampling.temperature, part.prompt_ids[0][:shared])
         given = (padded["rollout_logprobs"], advantages[rows], padded["response_mask"])

@@ -16,7 +16,7 @@ import contextlib
 import torch
 from tqdm.auto import tqdm
 
-from ..engines.rollout import Rollouts, shared_prefix
+from ..engines.rollout import Rollouts
 from ..projection import Projection, ProjectionSpec, make_projection
 from ..rl.ppo import sequence_logprobs
 from ..rl.runlog import read_log
@@ -75,7 +75,7 @@ def observe_inputs(model, tokenizer, cfg: TrainConfig, rollouts: Rollouts, score
         groups.append(group)
     for rows in torch.arange(min(scored, len(rollouts))).split(cfg.ppo.microbatch):
         part = rollouts.select(rows.tolist())
-        shared = shared_prefix(part.prompt_ids)
+        shared = part.shared(model)
         padded = part.padded(pad, skip=shared)
         with contextlib.ExitStack() as stack:
             for group in groups:

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 import torch
 
-from ..engines.rollout import Rollouts, shared_prefix
+from ..engines.rollout import Rollouts
 from ..kl import ProbeBatch, StepController, exact_kl
 from ..optim import LARGEST, LoGRA, MissingSketchError
 from ..settings import ConfigError, NonFiniteError
@@ -110,7 +110,7 @@ class LograMethod:
         count = min(self.cfg.sketch.scored_responses or len(rollouts), len(rollouts))
         for rows in torch.arange(count).split(self.cfg.ppo.microbatch):
             part = rollouts.select(rows.tolist())
-            shared = 0 if self.cfg.gradient_checkpointing else shared_prefix(part.prompt_ids)
+            shared = 0 if self.cfg.gradient_checkpointing else part.shared(self.model)
             padded = part.padded(pad_id, skip=shared)
             with observe(self.optimizer.targets.values(), padded["attention_mask"], shared):
                 sequence_logprobs(self.model, padded, self.cfg.sampling.temperature, part.prompt_ids[0][:shared], self.cfg.ppo.logit_chunk)

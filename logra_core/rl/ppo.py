@@ -20,6 +20,8 @@ import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
+from ..engines.rollout import can_share_prefix, exact_room
+
 
 class RunningBaseline:
     """b <- (1 - w) b + w mean(rewards), starting at 0. `advantages` reads only what `observe` folded in before: past batches."""
@@ -105,11 +107,12 @@ def sequence_logprobs(
     padded: input_ids, attention_mask, response_mask [B, T] as made by `Rollouts.padded`. Logits are computed at the response columns only
     ([B, R, V], R = longest response), so with cross-entropy the peak is two fp32 tensors of that size. Positions count real tokens, as in
     generation.
-    prefix: int64 [P], tokens before those of `padded` that all rows share: computed once, with gradients, and exact. Not together with
-    activation checkpointing, which keeps no cache.
+    prefix: int64 [P], tokens before those of `padded` that all rows share: computed once, with gradients, and exact; `Rollouts.shared` says
+    how many may be left out. Not together with activation checkpointing, which keeps no cache.
     chunk: tokens whose logits exist at once (`token_logprobs`); 0: all. Equal within fp32 rounding.
     Raises:
-        ValueError: bad shapes, masks or settings; or, with a chunk, a model that changes its head's logits (scaling, soft caps).
+        ValueError: bad shapes, masks or settings; a prefix that the model's attention cannot share exactly; so many columns that
+            a row depends on the others (`exact_room`); or, with a chunk, a model that changes its head's logits (scaling, soft caps).
     """
     if chunk < 0:
         raise ValueError(f"sequence_logprobs: chunk = {chunk!r}; allowed is >= 0")
@@ -126,7 +129,18 @@ def sequence_logprobs(
     first = int(columns[0])
     keep = input_ids.shape[1] - first + 1
     cache, shared = None, 0 if prefix is None else len(prefix)
+    width = shared + input_ids.shape[1]
+    if (room := exact_room(model)) is not None and width > room:
+        raise ValueError(
+            f"sequence_logprobs: {width} columns; above {room} each row of a batch of {type(model).__name__} depends on the others (their lengths "
+            "set its rotary frequencies or scales): allowed are shorter prompts or a smaller sampling.max_tokens"
+        )
     if shared:
+        if not can_share_prefix(model, width):
+            raise ValueError(
+                f"sequence_logprobs: {type(model).__name__} cannot share a prefix of {shared} tokens exactly among {width} columns (a sliding "
+                "window, chunks, or a state that padding passes through): skip as many as Rollouts.shared(model) says"
+            )
         cache = model(input_ids=prefix.to(device)[None], use_cache=True, logits_to_keep=1).past_key_values
         if cache is None:
             raise ValueError("sequence_logprobs: the model kept no cache (activation checkpointing?), so a prefix cannot be shared")

@@ -23,7 +23,7 @@ import torch
 from tqdm.auto import tqdm
 
 from ..engines.policy import load_policy
-from ..engines.rollout import RolloutEngine, Rollouts, SamplingConfig, shared_prefix
+from ..engines.rollout import RolloutEngine, Rollouts, SamplingConfig, refuse_padding
 from ..kl import ProbeBatch
 from ..optim import NonFiniteError
 from ..settings import ConfigError, to_dict
@@ -191,6 +191,7 @@ class Trainer(Resumable):
         self.share_prefix = not cfg.gradient_checkpointing  # compute the common beginning of a microbatch's prompts once
         self._before_loading()
         self.model, self.tokenizer = load_policy(cfg.model or None, cfg.weight_dtype)
+        refuse_padding(self.model)
         if self.tokenizer.chat_template is None:
             raise ConfigError(f"the tokenizer of {cfg.model!r} has no chat template; prompts are chat messages")
         self.pad_id = self.tokenizer.pad_token_id if self.tokenizer.pad_token_id is not None else self.tokenizer.eos_token_id
@@ -323,7 +324,7 @@ class Trainer(Resumable):
     def _microbatch(self, rollouts: Rollouts, advantages: torch.Tensor, rows: list[int]) -> tuple[float, dict, tuple]:
         """Forward and backward of some rows. Returns the loss, sums of `ppo_loss`, and a token each: rollout and trainer log-prob, finished."""
         cfg, part = self.cfg.ppo, rollouts.select(rows)
-        shared = shared_prefix(part.prompt_ids) if self.share_prefix else 0
+        shared = part.shared(self.model) if self.share_prefix else 0
         padded = part.padded(self.pad_id, skip=shared)
         mask, rollout_logp = padded["response_mask"], padded["rollout_logprobs"]
         logp = sequence_logprobs(self.model, padded, self.cfg.sampling.temperature, part.prompt_ids[0][:shared], cfg.logit_chunk)
