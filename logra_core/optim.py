@@ -128,7 +128,7 @@ class LoGRA(torch.optim.Optimizer):
 
     The loss decides what S is: the paper's is divided by the generated tokens of the whole batch before `backward`, so nothing is divided here. A target
     that no backward reached has S = 0. Under autocast (and for bf16 models) S is made with A rounded to the compute dtype, while the merge has A in fp32:
-    for Rademacher they differ by one factor, bf16(1/√r) √r, within 2⁻⁹ of 1 and 1 where r is a power of 4; the update ratio sets the size of the step, so it
+    for Rademacher they differ by one factor, bf16(1/√r) √r, within 2⁻⁸ of 1 and 1 where r is a power of 4; the update ratio sets the size of the step, so it
     cancels.
 
     `state_dict` holds rule states, masters and the version, loads with `weights_only=True` and restores bit for bit together with the model's own

@@ -188,4 +188,20 @@ class FrozenLinear(TorchFunctionMode):
         return fw.make_dual(F.linear(x, weight, bias), F.linear(x_dot, weight))
 
 
-FORWARD_MODE += [forward_mode_attention, lambda model: FrozenLinear()]
+@contextlib.contextmanager
+def eager_experts(model: nn.Module) -> Iterator[None]:
+    """Inside, the experts of a transformers model are computed one after another: grouped products have no forward-mode rule."""
+    from transformers import PreTrainedModel
+
+    models = [m for m in model.modules() if isinstance(m, PreTrainedModel) and m._can_set_experts_implementation()]
+    before = [(m.config, m.config._experts_implementation_internal) for m in models]
+    try:
+        for config, _ in before:
+            config._experts_implementation_internal = "eager"
+        yield
+    finally:
+        for config, implementation in before:
+            config._experts_implementation_internal = implementation
+
+
+FORWARD_MODE += [forward_mode_attention, eager_experts, lambda model: FrozenLinear()]

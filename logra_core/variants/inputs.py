@@ -66,13 +66,23 @@ class Source:
         return self.__dict__ | {"made": {}}
 
 
+class Products(WeakTensorKeyDictionary):
+    """P = x Aᵀ of the inputs x that are alive now; a copy begins empty."""
+
+    def __reduce__(self):
+        return type(self), ()
+
+    def __deepcopy__(self, memo: dict) -> Products:
+        return memo.setdefault(id(self), type(self)())
+
+
 class SourcedSketch(LayerSketch):
     """The one-sided sketch of a layer whose A is its input's.
 
-    products: P = x Aᵀ of the inputs x that are alive now, shared by the layers that read them, else None.
+    products: shared by the layers that read one input, else None.
     """
 
-    def __init__(self, name: str, module: nn.Linear, source: Source, products: WeakTensorKeyDictionary | None = None) -> None:
+    def __init__(self, name: str, module: nn.Linear, source: Source, products: Products | None = None) -> None:
         self.name, self.module, self.source, self.products = name, module, source, products
 
     @property
@@ -108,6 +118,3 @@ class SourcedSketch(LayerSketch):
 
     def clear(self) -> None:
         self.source.clear()
-
-    def __getstate__(self) -> dict:
-        return self.__dict__ | {"products": None if self.products is None else WeakTensorKeyDictionary()}

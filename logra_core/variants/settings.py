@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import nn
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from .. import settings as core
 from ..optim import Rule
@@ -19,7 +18,7 @@ from ..sketch import LayerSketch
 from ..weights import Masters
 from .activation import FoundSource, RangeFinder
 from .allocation import layer_ranks
-from .inputs import STORAGES, Source, SourcedSketch, input_name
+from .inputs import STORAGES, Products, Source, SourcedSketch, input_name
 from .momentum import MomentumRule, check_momentum
 from .rounding import Stochastic
 from .two_sided import TwoSidedSketch, sizes
@@ -100,7 +99,7 @@ class SketchConfig(core.SketchConfig):
             if self.projection == "activation":
                 finder = RangeFinder(specs[first], first, width, self.complement, wire_dtype, self.drop_leading)
                 source = FoundSource(projection, "fp32", finder, everyone)
-            products = WeakTensorKeyDictionary() if self.share_inputs else None
+            products = Products() if self.share_inputs else None
             made |= {n: SourcedSketch(n, layers[n], source, products) for n in members}
         return made
 
