@@ -18,7 +18,7 @@ from .projection import Projection
 from .settings import RULES, ConfigError, NonFiniteError, OptimConfig, SketchConfig, to_dict
 from .sketch import Sketcher, attach, detach, select_targets
 from .sync import SketchUpdate, SyncError
-from .weights import Masters, Modules, Weights
+from .weights import Masters, Modules, Weights, not_finite
 
 TINY = torch.finfo(torch.float32).tiny
 LARGEST = 1e18  # of a sketch or factor entry: squares and products with A stay finite in fp32
@@ -235,8 +235,7 @@ class LoGRA(torch.optim.Optimizer):
         if self._seen() != pending.seen:
             raise RuntimeError("a backward pass came between propose and apply, and its gradient would be lost: propose again")
         wire = update.scaled(alpha, _DTYPE[self.optim_config.wire_dtype])
-        sums = torch.stack([U_DR.sum(dtype=torch.float32) for U_DR in wire.factors.values()])  # NaN and infinity reach a sum
-        if not torch.isfinite(sums).all() or not alpha * pending.size <= LARGEST:
+        if not_finite(wire.factors) or not alpha * pending.size <= LARGEST:
             raise NonFiniteError(f"a factor scaled by alpha = {alpha:g} is not finite or too large to merge: nothing was changed")
         self.weights.refuse_unmergeable()
         merged = 0

@@ -29,7 +29,7 @@ class Distribution(NamedTuple):
     """Of A's entries, with E[AᵀA] = I. make: (stream, rank, width) -> A, float64 [rank, width], of NumPy's Philox words by exactly rounded operations
     alone, since trainer and engine must make the same bits. rank_at_most_width: whether A cannot have more rows than columns."""
 
-    make: Callable[[np.random.Philox, int, int], np.ndarray]
+    make: Callable[[np.random.Philox, int, int], np.ndarray] | None
     rank_at_most_width: bool = False
 
 
@@ -110,7 +110,9 @@ class Projection:
         """128 bits that two sides compare: of the sign bits, else of A in fp32; kept. made: A, where it is at hand."""
         if "_digest" not in self.__dict__:
             content = self.bits if self.signs else (self.matrix() if made is None else made.detach().to("cpu", torch.float32)).contiguous().numpy()
-            self._digest = xxhash.xxh3_128(f"{self.spec.rank}x{self.width}|".encode() + content.tobytes()).digest()
+            digest = xxhash.xxh3_128(f"{self.spec.rank}x{self.width}|".encode())
+            digest.update(content)
+            self._digest = digest.digest()
         return self._digest
 
 
@@ -148,8 +150,4 @@ def sign_bytes(stream: np.random.Philox, rank: int, width: int) -> np.ndarray:
     return stream.random_raw(rank * words).astype("<u8", copy=False).view(np.uint8).reshape(rank, words * 8)
 
 
-def _signs(stream: np.random.Philox, rank: int, width: int) -> np.ndarray:
-    return (np.unpackbits(sign_bytes(stream, rank, width), axis=1, bitorder="little", count=width) * 2.0 - 1.0) / math.sqrt(rank)
-
-
-DISTRIBUTIONS[SIGNS] = Distribution(_signs)
+DISTRIBUTIONS[SIGNS] = Distribution(None)  # made of `bits`

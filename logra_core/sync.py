@@ -22,10 +22,9 @@ from torch import nn
 from .projection import Projection, ProjectionSpec, projection_digest
 from .settings import ConfigError
 from .sketch import select_targets
-from .weights import Masters, Weights
+from .weights import Masters, Weights, not_finite
 
 FORMAT = 3
-_DTYPES = {torch.bfloat16: "bfloat16", torch.float32: "float32", torch.float16: "float16"}
 
 
 class SyncError(RuntimeError):
@@ -259,7 +258,7 @@ class Replica:
         shapes = [f"{n}: {list(t.shape)}, expected {list(shape)}" for n, (t, shape) in items.items() if tuple(t.shape) != shape]
         if shapes:
             raise SyncError(f"{what} of the wrong shape: " + "; ".join(shapes[:5]))
-        if bad := [n for n, (t, _) in items.items() if not t.is_floating_point() or not torch.isfinite(t).all()]:
+        if bad := [n for n, (t, _) in items.items() if not t.is_floating_point()] or not_finite({n: t for n, (t, _) in items.items()}):
             raise SyncError(f"{what} not finite: {', '.join(bad[:5])}")
 
     @torch.no_grad()
@@ -307,6 +306,6 @@ def _digest(header: dict, tensors: dict[str, torch.Tensor]) -> str:
     digest = xxhash.xxh3_128(json.dumps(header, sort_keys=True).encode())
     for name in sorted(tensors):
         t = tensors[name]
-        digest.update(f"{name}|{_DTYPES.get(t.dtype, str(t.dtype))}|{list(t.shape)}".encode())
+        digest.update(f"{name}|{t.dtype}|{list(t.shape)}".encode())
         digest.update(t.view(torch.uint8).numpy() if t.numel() else b"")
     return digest.hexdigest()

@@ -244,6 +244,13 @@ class _Loaded:
         return type(self), (None, self.name)
 
 
+def not_finite(tensors: Mapping[str, torch.Tensor]) -> list[str]:
+    """Names of floating-point tensors that hold NaN or infinity, which reach the extremes: one pass over each, one synchronisation."""
+    names = [n for n, t in tensors.items() if t.numel()]
+    ends = torch.stack([torch.stack(tensors[n].aminmax()).float() for n in names]) if names else torch.zeros(0, 2)
+    return [n for n, ok in zip(names, torch.isfinite(ends).all(1).tolist()) if not ok]
+
+
 def subtract_product_(W_DK: torch.Tensor, U_DR: torch.Tensor, V_RK: torch.Tensor) -> None:
     """W ← W − U V in fp32, whatever precision the process has set for its products: both sides of a sync must round alike."""
     with _full_precision():

@@ -10,14 +10,12 @@ from tiny import tiny_policy
 
 from logra_core import ConfigError, NonFiniteError, exact_kl
 from logra_core.kl import predict_q
-from logra_core.projection import ProjectionSpec
 from logra_core.rl.methods import DenseUpdate, dense_lr, make_method
 from logra_core.rl.settings import DenseConfig, TrainConfig
 from logra_core.rl.trainer import Trainer
 from logra_core.sync import SketchUpdate
 from logra_core.variants import KLConfig, OptimConfig, SketchConfig
 
-SPEC = ProjectionSpec(0, 0, 8, "rademacher")
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +62,7 @@ def test_q_and_exact_kl_equal_those_of_the_same_change_as_factors(estimator):
     policy_loss(model, ids).backward()
     update, probe, config = method.propose(), probe_batch(ids, 5), KLConfig(estimator=estimator, probe_step=1e-1)
     widths = {n: D.shape[1] for n, D in update.factors.items()}
-    factored = SketchUpdate("run", 1, SPEC, update.factors, widths, {n: torch.eye(k) for n, k in widths.items()})
+    factored = SketchUpdate("run", 1, update.factors, {n: torch.eye(k) for n, k in widths.items()})
     assert predict_q(model, update, probe, config) == pytest.approx(predict_q(model, factored, probe, config), rel=1e-5)
     assert exact_kl(model, update, probe, 0.3) == pytest.approx(exact_kl(model, factored, probe, 0.3), rel=1e-5)
 
