@@ -22,7 +22,7 @@ from typing import Iterator, Protocol
 from tqdm.auto import tqdm
 
 from ..settings import ConfigError
-from .answers import NUMERIC, bare, boxed_answer, final_answer, gold_parses_quickly, oracle_answer, quick_equal, same_number
+from .answers import NUMERIC, TEXT, bare, boxed_answer, final_answer, gold_parses_quickly, oracle_answer, quick_equal, same_number
 from .grader_pool import GraderPool
 from .settings import TaskConfig
 
@@ -31,6 +31,7 @@ CHUNK = 64  # items per generated reasoning-gym dataset
 MAX_BARREN_CHUNKS = 40  # chunks in a row without a usable item before a dataset counts as exhausted
 SAMPLE = 6  # problems of a dataset that are graded at load
 DECOYS = ("banana", "0", "nan", "True", "6*4*1*1")  # wrong nearly everywhere; some scorers of reasoning-gym 0.1.25 pay them
+HEDGES = ("{} or 7", "{}, 7", "7 or {}", "{}\n7")  # the oracle's answer beside a guess: never right
 
 # The questions of these follow Python's string hashing, so a new process would see other problems (measured on reasoning-gym 0.1.25).
 HASH_DEPENDENT = frozenset("codeio isomorphic_strings list_functions polynomial_multiplication ransom_note".split())
@@ -157,7 +158,7 @@ class GymTask(_TaskBase):
             allowed = sorted(set(DATASETS[name][1].__dataclass_fields__) - {"seed", "size"})
             if unknown := sorted(set(options) - set(allowed)):
                 raise ConfigError(f"TaskConfig.options: {name} has no option {', '.join(unknown)}; allowed: {', '.join(allowed)}")
-        self._exact = {n for n in self.parts if n in NUMERIC or DATASETS[n][0].score_answer is ProceduralDataset.score_answer}
+        self._exact = {n for n in self.parts if n in NUMERIC | TEXT or DATASETS[n][0].score_answer is ProceduralDataset.score_answer}
         self._heldout: list[Problem] = []
         self._self_test()
 
@@ -184,7 +185,8 @@ class GymTask(_TaskBase):
                 self._test_decoys(name, problems)
 
     def _test_decoys(self, name: str, problems: list[Problem]) -> None:
-        """ConfigError if one and the same answer is paid for most of the problems, and is not the oracle's for most (as a Yes may be)."""
+        """ConfigError if one and the same answer is paid for most of the problems, and is not the oracle's for most (as a Yes may be), or
+        if an oracle's answer is paid with a guess beside it, a digit less or a sign before it."""
         decoys = list(dict.fromkeys([*DECOYS, *(p.answer for p in problems)]))
         grades = iter(self.grade([d for d in decoys for _ in problems], problems * len(decoys)))
         for decoy in decoys:
@@ -193,6 +195,15 @@ class GymTask(_TaskBase):
             if paid > len(problems) / 2 >= own:
                 counts = f"{paid} of {len(problems)} problems, where it is the oracle's answer to {own}"
                 raise ConfigError(f"TaskConfig.name = {self.name!r}: the scorer of {name} pays one answer, {decoy!r}, for {counts}")
+        # a sign may be right by chance (-0, an integral's constant), a guess or a cut number never
+        spoilt = [(hedge.format(p.answer), p, 0) for hedge in HEDGES for p in problems]
+        spoilt += [(re.sub(r"(\.\d*)[1-9](?!\d)", r"\1", p.answer), p, 0) for p in problems if re.search(r"\.\d*[1-9](?!\d)", p.answer)]
+        spoilt += [(f"-{p.answer}", p, len(problems) / 2) for p in problems]
+        paid = [one for one, grade in zip(spoilt, self.grade([s[0] for s in spoilt], [s[1] for s in spoilt])) if grade.correct]
+        for answer, problem, chance in paid:
+            if sum(limit == chance for _, _, limit in paid) > chance:
+                why = f"pays {answer!r}, where the oracle's answer is {problem.answer!r}"
+                raise ConfigError(f"TaskConfig.name = {self.name!r}: the scorer of {name} {why}")
 
     def _stream(self, j: int, key: tuple, heldout: bool | None) -> Iterator[Problem]:
         """Problems of dataset j, endless, fixed by `key`; those held out, those not, or all (None). ConfigError when nothing comes."""
