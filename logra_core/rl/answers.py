@@ -312,6 +312,7 @@ FORMS = {
     "knights_knaves": rf"{_ROLE}(?:[\s,.;]+(?:and\s+)?{_ROLE})*[\s.]*",
     "polynomial_multiplication": _EXPRESSION,
     "quantum_lock": r"[A-Ca-c](?:\s*(?:→|->|,)\s*[A-Ca-c])*",
+    "rubiks_cube": r"(?:[BDEFLMRSUxyz][w2']*\s*)+",
     "simple_integration": _EXPRESSION,
     "sokoban": r"[LDUR]+",
     "tower_of_hanoi": r"(?:\s*Move disk \d+ from Peg \d+ to Peg \d+(?:\s*\n|$))+",
@@ -352,6 +353,8 @@ def well_formed(name: str, answer: str, entry: dict) -> bool:
     if name == "power_function":  # its scorer rounds the answer to the three digits asked for; a longer one must be right as a whole
         gold = Decimal(oracle_answer(entry))
         return number(answer) in (gold, Decimal(f"{gold:.2e}"))
+    if name == "word_sorting":  # its scorer looks at as many words as the right answer has
+        return [word.strip() for word in answer.split(",")] == [word.strip() for word in oracle_answer(entry).split(",")]
     if name == "time_intervals":  # its scorer reads what comes first, and 12.50 s as 12.050 s
         shape = re.sub(r"(\.)?\d+", lambda m: rf"\.\d{{{len(m[0]) - 1}}}" if m[1] else r"\d+", entry["answer"])
         return re.fullmatch(shape.replace(" days", " ?days?") if "," in shape else shape.replace(" days", "(?: ?days?)?"), answer) is not None
