@@ -14,8 +14,10 @@ joins digits: `3 1/2` is a mixed number, `1 2` is nothing; the thin space of `11
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
+import unicodedata
 from decimal import Decimal
 from fractions import Fraction
 
@@ -87,12 +89,17 @@ def same_number(answer: str, gold: str) -> bool:
 LONGEST = 2000  # characters of an answer, white space collapsed: several rules are quadratic, and run in the trainer's process
 
 _TEXT = r"\\(?:text|mbox|mathrm|textbf|mathbf|textit|rm|textrm)"
-_SYMBOLS = {"−": "-", "–": "-", "°": r"^\circ", "π": r"\pi ", "∞": r"\infty ", "∪": r"\cup ", "∅": r"\emptyset ", "²": "^{2}", "³": "^{3}"}
-_UNICODE = str.maketrans({**_SYMBOLS, "\u2009": r"\,", "\u202f": r"\,"})
+_SYMBOLS = {"−": "-", "–": "-", "°": r"^\circ", "π": r"\pi ", "∞": r"\infty ", "∪": r"\cup ", "∩": r"\cap ", "∅": r"\emptyset "}
+_SYMBOLS |= {"×": r"\times ", "·": r"\cdot ", "⋅": r"\cdot ", "÷": "/", "⁄": "/", "≤": r"\le ", "≥": r"\ge ", "∈": r"\in ", "±": r"\pm "}
+_SYMBOLS |= {"θ": r"\theta ", "\u2009": r"\,", "\u202f": r"\,"}
+_HALVES = {c: r"\frac{%s}{%s}" % tuple(unicodedata.normalize("NFKC", c).split("\N{FRACTION SLASH}")) for c in "¼½¾⅐⅑⅒⅓⅔⅕⅖⅗⅘⅙⅚⅛⅜⅝⅞"}
+_UNICODE = str.maketrans({**_SYMBOLS, **_HALVES})
+_SUPERSCRIPT = re.compile("[⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻]+")
 _SIGN = r"\\(?!frac|sqrt|text|math|left|over|bar)[a-zA-Z]+"  # a command without arguments
 _REWRITES = [
     (re.compile(pattern), new)
     for pattern, new in [
+        (r"^\*\*([^*]+(?:\*+[^*]+)*?)\*\*$|^`+([^`]*)`+$", r"\1\2"),
         (r"^\\\((.*)\\\)$|^\\\[(.*)\\\]$", r"\1\2"),
         (r"\\(?:left|right|displaystyle|big|Big|bigl|bigr)(?![a-zA-Z])\.?", ""),
         (r"(?<!\\)\\!\s*", ""),
@@ -110,9 +117,19 @@ _REWRITES = [
         (r"\s+", " "),
     ]
 ]
-_SCALE = r"(?i:\b[ap]\.?\s?m\b|thousand|[mbt]r?illion)"
+_SCALE = r"(?i:\b[ap]\.?\s?m\b|hundred|thousand|[mbt]r?illion|dozen|half|\b(?:and|at least|at most|minus|no|not|or|pi|plus)\b)"
 _WORDED = re.compile(_TEXT + r"\{(?=[^{}]*[A-Za-z]{2}|[^{}]*\b[ap]\.)(?=[^{}]*(?:(?<![A-Za-z^])\d|" + _SCALE + "))")  # more than a unit
-_UNIT = re.compile(rf"(?<=\S)\s*(?!{_WORDED.pattern})" + _TEXT + r"\{[^{}]*[A-Za-z°]{2}[^{}]*\}\s*(?:\^\s*\{?\d\}?)?$")
+_LETTER_UNIT = r"[mgshlLNJWVAKCF](?:\s*\^?\s*\{?-?[23]\}?)?"
+_UNIT_WORD = (
+    r"(?:[ckmn]m|k?g|mg|m[lL]|ft|lbs?|oz|hrs?|mins?|secs?|mph|km/h|m/s|sq\.?|cu\.?|square|cubic|inch(?:es)?|foot|feet|"
+    r"(?:yard|mile|(?:centi|kilo|milli)?met(?:er|re)|(?:kilo)?gram|pound|ounce|lit(?:er|re)|gallon|second|minute|hour|day|week|month|year|"
+    r"dollar|cent|degree|radian|unit|point)s?)(?:\s*\^\s*\{?[23]\}?)?"
+)
+_UNIT = re.compile(
+    rf"(?<=\S)\s*(?!{_WORDED.pattern})(?:{_TEXT}\{{[^{{}}]*[A-Za-z°]{{2}}[^{{}}]*\}}"
+    rf"|\\(?:text|mbox|mathrm)\{{\s*{_LETTER_UNIT}(?:\s*/\s*{_LETTER_UNIT})?\s*\}})\s*(?:\^\s*\{{?\d\}}?)?$"
+    rf"|(?<=[\d}}])\s*{_UNIT_WORD}(?:\s+{_UNIT_WORD})*$"
+)
 _FORMULA = re.compile(_TEXT + r"\{(?![^{}]*[A-Za-z]{2}|[A-Z][+-]\})(?=[^{}]*[\d=+*/^<>-])([^{}]*)\}")  # in a text command, but no text
 _BRACKET = re.compile(r"\\begin\{[^{}]*\}|\\end\{[^{}]*\}|\\[{}]|[{}()\[\]]|\\.")
 _THOUSANDS = re.compile(r"(?<![\d,.])\d{1,3}(?:,\d{3})+(?![\d,])")
@@ -120,6 +137,7 @@ _SPLIT = re.compile(r"\s*(?:[,;]\s*(?:and\b|or\b)?|\b(?:and|or)\b)\s*")
 
 
 def _collapse(text: str) -> str:
+    text = _SUPERSCRIPT.sub(lambda found: "^{" + unicodedata.normalize("NFKC", found.group()).replace("\N{MINUS SIGN}", "-") + "}", text)
     return " ".join(text.translate(_UNICODE).split())
 
 
@@ -158,7 +176,7 @@ def _parts(answer: str, join: bool = True) -> list[str]:
             cuts += [found.start(), found.end()]
     pieces = [text[a:b].strip() for a, b in zip(cuts[::2], cuts[1::2] + [len(text)])]
     parts: list[str] = []
-    for piece in (re.sub(f"^{_FORMULA.pattern}", r"\1", _UNIT.sub("", p)).strip() for p in pieces):
+    for piece in (_FORMULA.sub(r"\1", _UNIT.sub("", p)).strip() for p in pieces):
         plus_minus = re.search(r"\\pm(?![a-zA-Z])", piece)
         for pm, mp in [("+", "-"), ("-", "+")] if plus_minus else [("", "")]:
             signed = re.sub(r"\\mp(?![a-zA-Z])\s*", mp, re.sub(r"\\pm(?![a-zA-Z])\s*", pm, piece))
@@ -183,6 +201,8 @@ def _rational(part: str) -> Fraction | None:
     text = _tight(part) if len(part) <= 200 else ""
     if re.fullmatch(r"[+-]?(?:\d+\.?\d*|\.\d+)", text):
         return Fraction(text.rstrip("."))
+    if re.fullmatch(r"[+-]?(?:\d+\.?\d*|\.\d+)[eE][+-]?\d{1,3}", text):
+        return Fraction(text)
     if found := re.fullmatch(r"([+-]?\d*)\.(\d*)\\(?:overline|bar)\{(\d+)\}", text):
         sign, places = -1 if text[0] == "-" else 1, 10 ** len(found[2])
         return Fraction(f"{found[1]}.{found[2]}0") + sign * Fraction(int(found[3]), places * (10 ** len(found[3]) - 1))
@@ -258,21 +278,115 @@ def gold_parses_quickly(gold: str) -> bool:
     return 0 < len(_clean(gold)) <= LONGEST and all(_is_text(p) or _rational(p) is not None for p in _parts(gold))
 
 
+_GREEK = "alpha|beta|gamma|delta|epsilon|theta|lambda|mu|phi|omega|sigma"
+_NAME = re.compile(rf"(?<![\\A-Za-z])(?:(a(?:rc)?)?(sin|cos|tan)(h?)|(cot|sec|csc|log|ln|exp|pi|{_GREEK}|sqrt))(?![A-Za-z])")
+
+
+def _braced(text: str, before: str) -> str:
+    """`before(...)` as `before{...}`."""
+    at = text.find(before + "(")
+    while at >= 0:
+        start = at + len(before)
+        depths = _depths(text[start:] + " ")
+        end = next((i for i in range(1, len(depths)) if depths[i] == 0), None)
+        if end is None:
+            break
+        text = f"{text[:start]}{{{text[start + 1 : start + end - 1]}}}{text[start + end :]}"
+        at = text.find(before + "(", start)
+    return text
+
+
+def _latex(part: str) -> str:
+    """LaTeX of a part that may be written as in a program (2*pi, x**2, sqrt(2)) or with letters in text commands (\\mathrm{e})."""
+    part = re.sub(r"\\(?:text|mathrm|mathit|mathbf|textit|textbf|rm)\{\s*([A-Za-z])\s*\}", r"{\1}", part)
+    part = re.sub(r"\*\*\s*|\^\s*(?=[(-])", "^", part)
+    part = re.sub(r"\^\s*(-?\d+(?:\.\d+)?)", r"^{\1}", part)
+    part = re.sub(r"(?<![\^\\{])\*", r"\\cdot ", part)
+    part = _NAME.sub(lambda m: "\\" + (("arc" if m[1] else "") + m[2] + m[3] if m[2] else m[4]) + " ", part)
+    return _braced(_braced(part.replace(r"\sqrt (", r"\sqrt("), r"\sqrt"), "^")
+
+
 def _parse(part: str) -> list:
     from math_verify import LatexExtractionConfig, parse
 
-    # boxed first: a bare equation would parse to its right side; no timeout inside: the pool keeps the time
-    config = [LatexExtractionConfig(boxed_match_priority=0)]
-    return parse(r"\boxed{" + part + "}", config, fallback_mode="no_fallback", parsing_timeout=None, raise_on_error=True)
+    if re.search(r"""['"]|\\[lc]?dots|\.\.\.""", part):  # math-verify drops them: f'(x) would be f(x)
+        return []
+    # boxed first: a bare equation would parse to its right side. units: they were dropped above; math-verify would drop the m of 5m, the
+    # t of \sqrt{3}t and every trailing text. No timeout inside: the pool keeps the time.
+    normal = dataclasses.replace(LatexExtractionConfig().normalization_config, units=False)
+    config = [LatexExtractionConfig(boxed_match_priority=0, normalization_config=normal)]
+    return parse(r"\boxed{" + _latex(part) + "}", config, fallback_mode="no_fallback", parsing_timeout=None, raise_on_error=True)
+
+
+DIGITS = 250  # to which two real constants that are no fractions must agree, from the first one that is not 0
+PLACES = 6  # from which on a decimal counts as an irrational value
+
+
+def _exact(expression):
+    """With decimals as the fractions that they are."""
+    from sympy import Float, Rational
+
+    expression = expression.xreplace({x: Rational(str(x)) for x in expression.atoms(Float)}) if hasattr(expression, "atoms") else expression
+    return expression.doit() if hasattr(expression, "doit") else expression
+
+
+def _decimal_of(decimal, value) -> bool:
+    """Is the decimal, a fraction of sympy, the first PLACES or more digits of the value, cut or rounded?"""
+    places = next((k for k in range(60) if (decimal * 10**k).is_Integer), 0)
+    significant = abs(decimal) * 10**places >= 10 ** (PLACES - 1)
+    return places >= PLACES and bool(significant) and bool(abs(value.evalf(DIGITS) - decimal) * 10**places < 1)
+
+
+def _same_value(gold, answer, *_) -> bool:
+    """Equality of two expressions or matrices of sympy: exact for fractions, to DIGITS digits for other constants, by simplification else."""
+    from sympy import Float, MatrixBase, simplify
+
+    values = _exact(gold), _exact(answer)
+    if all(isinstance(v, MatrixBase) for v in values):
+        same_shape = values[0].shape == values[1].shape
+        return same_shape and all(_same_value(g, a) for g, a in zip(_elements(gold, values[0]), _elements(answer, values[1])))
+    if any(isinstance(v, MatrixBase) for v in values):
+        return False
+    if all(v.is_Rational for v in values):
+        return values[0] == values[1]
+    if not any(v.free_symbols for v in values) and all(v.is_number and v.is_finite is not False for v in values):
+        for source, decimal, value in ((answer, *values[::-1]), (gold, *values)):
+            if decimal.is_Rational and source.atoms(Float) and _decimal_of(decimal, value):
+                return True
+        precise = [v.evalf(DIGITS) for v in values]
+        largest = max(abs(v) for v in precise)
+        if largest.is_Float and largest > 0:
+            if abs(precise[0] - precise[1]) <= largest * 10 ** (5 - DIGITS):
+                return True
+            if not any(abs(v) < largest * 10 ** (5 - DIGITS) for v in precise):
+                return False
+    return bool(simplify(values[0] - values[1]).is_zero)
+
+
+def _elements(source, value) -> list:
+    return list(source.flat() if getattr(source, "shape", None) == value.shape and hasattr(source, "flat") else value.flat())
+
+
+def _verify(gold: list, answer: list) -> bool:
+    """math_verify.verify, whose comparisons of values have absolute tolerances (2^{-99} and 2^{-98} are equal to it), with ours instead."""
+    from math_verify import grader
+
+    if grader.sympy_numeric_eq is not _same_value:
+        solve_and_compare, compare_symbols = grader.sympy_solve_and_compare, grader.sympy_compare_symbols
+        grader.sympy_numeric_eq, grader.sympy_symbolic_eq = _same_value, lambda g, a: False
+        # equations without a solution would all be equal
+        grader.sympy_solve_and_compare = lambda g, a, *rest: bool(grader.solve(g, g.free_symbols)) and solve_and_compare(g, a, *rest)
+        # x is not compared with \frac{2x}{2} otherwise
+        grader.sympy_compare_symbols = lambda g, a: compare_symbols(g, a) or _same_value(g, a)
+    return grader.verify(gold, answer, timeout_seconds=None, raise_on_error=True)
 
 
 def math_equal(gold: str, answer: str) -> bool:
     """Full verdict, sympy included. Unbounded time and memory: for worker processes only. Raises what sympy raises."""
-    from math_verify import verify
 
     def equal(g: str, a: str) -> bool:
         verdict = _quick(g, a)
-        return verify(_parse(g), _parse(a), timeout_seconds=None, raise_on_error=True) if verdict is None else verdict
+        return _verify(_parse(g), _parse(a)) if verdict is None else verdict
 
     return bool(_compare(gold, answer, equal))
 
@@ -281,10 +395,8 @@ def math_job(gold: str, answer: str | None) -> str:
     """answer None: does the gold parse, and equal itself when both sides go through sympy?"""
     if answer is not None:
         return "correct" if math_equal(gold, answer) else "wrong"
-    from math_verify import verify
-
     parsed = [_parse(p) for p in _parts(gold) if not _is_text(p)]
-    return "correct" if len(gold) <= LONGEST and all(p and verify(p, p, timeout_seconds=None) for p in parsed) else "wrong"
+    return "correct" if len(gold) <= LONGEST and all(p and _verify(p, p) for p in parsed) else "wrong"
 
 
 # ---------------------------------------------------------------- reasoning-gym
