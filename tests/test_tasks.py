@@ -205,10 +205,12 @@ def test_lenient_scorers_see_only_answers_of_the_form_asked_for(name):
         ("time_intervals", "01:45:29.050", {"task_type": "time_ms"}, ["1:45:29.050"], ["01:45:29.50", "01:45:29", "01:45:29.051"]),
         ("time_intervals", "67 days, 01:04", {"task_type": "datetime"}, ["67 days, 1:04"], ["67 days, 01:04, 7", "67 days", "67 days, 01:05"]),
         ("knights_knaves", "Liam is a sage, and Ella is a fool.", {},
-         ["Ella is a fool and Liam is a sage", "liam is a sage. Ella is a fool"], ["Liam is a sage", "Liam is a sage, and Ella is a sage, or a fool."]),
+         ["Ella is a fool and Liam is a sage", "liam is a sage. Ella is a fool"],
+         ["Liam is a sage", "Liam is a sage, and Ella is a sage, or a fool."]),
         ("advanced_geometry", "(6.073, -2.122)", {"task_type": "orthocenter", "ortho": ("6.073", "-2.122")},
          ["(6.073, -2.122)", "6.073, -2.122"], ["(6.073, -2.122), (1, 2)", "(6.073, -2.122, 5)", "(-2.122, 6.073)"]),
-        ("fraction_simplification", r"$\frac{46}{81}$", {"simplified_numerator": 46, "simplified_denominator": 81, "numerator": 92, "denominator": 162},
+        ("fraction_simplification", r"$\frac{46}{81}$",
+         {"simplified_numerator": 46, "simplified_denominator": 81, "numerator": 92, "denominator": 162},
          ["46/81", r"\frac{46}{81}", r"$\dfrac{46}{81}$"], ["92/162", r"\frac{46}{81}3", "-46/81", r"\frac{46}{8}1"]),
         ("quantum_lock", "A → B", {}, ["A -> B", "a → b"], ["AB, or B", "A → B → ?", "A or B"]),
         ("simple_integration", "x**2/2 + C", {"variable": "x", "integrand": "x"},
@@ -370,9 +372,10 @@ def test_answers_are_the_text_in_the_file(tmp_path):
     (tmp_path / "folder").mkdir()  # read by `datasets`, but for the text
     (tmp_path / "folder" / "train.jsonl").write_text("\n".join(rows))
     (tmp_path / "table").mkdir()
-    (tmp_path / "table" / "train.csv").write_text("problem,answer\n" + "".join(f"p{i},{t}\n" for i, t in enumerate(["0.50", "007", "2024-01-05", "NA"])))
+    cells = ["0.50", "007", "2024-01-05", "NA"]
+    (tmp_path / "table" / "train.csv").write_text("problem,answer\n" + "".join(f"p{i},{text}\n" for i, text in enumerate(cells)))
     assert [_golds(tmp_path / "folder")[0][f"p{i}"] for i in range(len(literals))] == expected
-    assert list(dict(sorted(_golds(tmp_path / "table")[0].items())).values()) == ["0.50", "007", "2024-01-05", "NA"]
+    assert list(dict(sorted(_golds(tmp_path / "table")[0].items())).values()) == cells
 
 
 def test_dates_alone_in_a_column_stay_dates(tmp_path):

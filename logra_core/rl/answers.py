@@ -215,6 +215,8 @@ def _rational(part: str) -> Fraction | None:
 
 def _is_text(part: str) -> bool:
     """A gold to compare as text: \\text{...}, a choice letter, or up to four plain words, one of three letters on (or yes, no)."""
+    if re.fullmatch(r"\d{4}-\d\d?-\d\d?", part):  # a date, no difference
+        return True
     if _WORDED.search(part) or re.fullmatch(_TEXT + r"\{[^{}]*[A-Za-z][^{}]*\}", part) or re.fullmatch(r"\(?[A-H]\)?|(?i:yes|no)", part):
         return True
     return bool(re.fullmatch(r"[A-Za-z'-]+(?: [A-Za-z'-]+){0,3}", part) and re.search(r"[A-Za-z]{3}", part))
@@ -299,6 +301,7 @@ def _braced(text: str, before: str) -> str:
 def _latex(part: str) -> str:
     """LaTeX of a part that may be written as in a program (2*pi, x**2, sqrt(2)) or with letters in text commands (\\mathrm{e})."""
     part = re.sub(r"\\(?:text|mathrm|mathit|mathbf|textit|textbf|rm)\{\s*([A-Za-z])\s*\}", r"{\1}", part)
+    part = re.sub(r"\\log_\s*([a-z])(?![a-z])", r"\\log_{\1}", part.replace(r"\imath", "i"))
     part = re.sub(r"\*\*\s*|\^\s*(?=[(-])", "^", part)
     part = re.sub(r"\^\s*(-?\d+(?:\.\d+)?)", r"^{\1}", part)
     part = re.sub(r"(?<![\^\\{])\*", r"\\cdot ", part)
@@ -308,6 +311,8 @@ def _latex(part: str) -> str:
 
 def _parse(part: str) -> list:
     from math_verify import LatexExtractionConfig, parse
+    from sympy import S
+    from sympy.logic.boolalg import Boolean
 
     if re.search(r"""['"]|\\[lc]?dots|\.\.\.""", part):  # math-verify drops them: f'(x) would be f(x)
         return []
@@ -315,7 +320,10 @@ def _parse(part: str) -> list:
     # t of \sqrt{3}t and every trailing text. No timeout inside: the pool keeps the time.
     normal = dataclasses.replace(LatexExtractionConfig().normalization_config, units=False)
     config = [LatexExtractionConfig(boxed_match_priority=0, normalization_config=normal)]
-    return parse(r"\boxed{" + _latex(part) + "}", config, fallback_mode="no_fallback", parsing_timeout=None, raise_on_error=True)
+    parsed = parse(r"\boxed{" + _latex(part) + "}", config, fallback_mode="no_fallback", parsing_timeout=None, raise_on_error=True)
+    # 2 < 3 and 1 = 1 are both true, (5, 3] and (5, 2] both empty: they say nothing
+    empty = S.EmptySet if "emptyset" not in part else None
+    return [p for p in parsed if p is not empty and not (isinstance(p, Boolean) and not p.free_symbols)]
 
 
 DIGITS = 250  # to which two real constants that are no fractions must agree, from the first one that is not 0
@@ -323,29 +331,33 @@ PLACES = 6  # from which on a decimal counts as an irrational value
 
 
 def _exact(expression):
-    """With decimals as the fractions that they are."""
-    from sympy import Float, Rational
+    """With decimals as the fractions that they are, and i as the imaginary unit, which latex2sympy reads as a variable."""
+    from sympy import Float, I, Rational, Symbol
 
-    expression = expression.xreplace({x: Rational(str(x)) for x in expression.atoms(Float)}) if hasattr(expression, "atoms") else expression
-    return expression.doit() if hasattr(expression, "doit") else expression
+    if not hasattr(expression, "atoms"):
+        return expression
+    values = {x: Rational(str(x)) for x in expression.atoms(Float)} | {x: I for x in expression.atoms(Symbol) if x.name == "i"}
+    return expression.xreplace(values).doit()
 
 
 def _decimal_of(decimal, value) -> bool:
     """Is the decimal, a fraction of sympy, the first PLACES or more digits of the value, cut or rounded?"""
     places = next((k for k in range(60) if (decimal * 10**k).is_Integer), 0)
-    significant = abs(decimal) * 10**places >= 10 ** (PLACES - 1)
-    return places >= PLACES and bool(significant) and bool(abs(value.evalf(DIGITS) - decimal) * 10**places < 1)
+    if places < PLACES or abs(decimal) * 10**places < 10 ** (PLACES - 1) or not value.is_extended_real or value * decimal < 0:
+        return False
+    rest = (abs(value) - abs(decimal)).evalf(DIGITS) * 10**places
+    return bool(-0.5 <= rest < 1)
 
 
 def _same_value(gold, answer, *_) -> bool:
     """Equality of two expressions or matrices of sympy: exact for fractions, to DIGITS digits for other constants, by simplification else."""
-    from sympy import Float, MatrixBase, simplify
+    from sympy import Expr, Float, MatrixBase, nan, simplify, zoo
 
     values = _exact(gold), _exact(answer)
     if all(isinstance(v, MatrixBase) for v in values):
         same_shape = values[0].shape == values[1].shape
         return same_shape and all(_same_value(g, a) for g, a in zip(_elements(gold, values[0]), _elements(answer, values[1])))
-    if any(isinstance(v, MatrixBase) for v in values):
+    if not all(isinstance(v, Expr) and not v.has(nan, zoo) for v in values):  # a relation or a set beside a number
         return False
     if all(v.is_Rational for v in values):
         return values[0] == values[1]
@@ -370,10 +382,12 @@ def _elements(source, value) -> list:
 def _verify(gold: list, answer: list) -> bool:
     """math_verify.verify, whose comparisons of values have absolute tolerances (2^{-99} and 2^{-98} are equal to it), with ours instead."""
     from math_verify import grader
+    from sympy import Ne
 
     if grader.sympy_numeric_eq is not _same_value:
         solve_and_compare, compare_symbols = grader.sympy_solve_and_compare, grader.sympy_compare_symbols
         grader.sympy_numeric_eq, grader.sympy_symbolic_eq = _same_value, lambda g, a: False
+        grader.INVERSE_RELATIONS[Ne] = Ne
         # equations without a solution would all be equal
         grader.sympy_solve_and_compare = lambda g, a, *rest: bool(grader.solve(g, g.free_symbols)) and solve_and_compare(g, a, *rest)
         # x is not compared with \frac{2x}{2} otherwise

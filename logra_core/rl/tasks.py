@@ -367,7 +367,8 @@ class MathTask(_TaskBase):
     """Math with a gold answer: cfg.train_data to draw from, cfg.eval_data held out. The last \\boxed{} of a response decides.
 
     At load: one row a distinct question; questions with different golds, golds that do not parse and training questions that are held
-    out are dropped; `empty` counts rows without a readable question and answer. counts: {train,eval}_{rows,duplicates,empty,gold_conflicts,kept}, gold_unparseable, train_in_eval.
+    out are dropped; `empty` counts rows without a readable question and answer.
+    counts: {train,eval}_{rows,duplicates,empty,gold_conflicts,kept}, gold_unparseable, train_in_eval.
     """
 
     kind = "math"
