@@ -128,7 +128,7 @@ _UNIT_WORD = (
 _UNIT = re.compile(
     rf"(?<=\S)\s*(?!{_WORDED.pattern})(?:{_TEXT}\{{[^{{}}]*[A-Za-z°]{{2}}[^{{}}]*\}}"
     rf"|\\(?:text|mbox|mathrm)\{{\s*{_LETTER_UNIT}(?:\s*/\s*{_LETTER_UNIT})?\s*\}})\s*(?:\^\s*\{{?\d\}}?)?$"
-    rf"|(?<=[\d}}])\s*{_UNIT_WORD}(?:\s+{_UNIT_WORD})*$"
+    rf"|(?:(?<=[\d}}])|(?<=\\pi)(?= ))\s*{_UNIT_WORD}(?:\s+{_UNIT_WORD})*$"
 )
 _FORMULA = re.compile(_TEXT + r"\{(?![^{}]*[A-Za-z]{2}|[A-Z][+-]\})(?=[^{}]*[\d=+*/^<>-])([^{}]*)\}")  # in a text command, but no text
 _BRACKET = re.compile(r"\\begin\{[^{}]*\}|\\end\{[^{}]*\}|\\[{}]|[{}()\[\]]|\\.")
@@ -164,9 +164,10 @@ def _depths(text: str) -> list[int]:
 def _parts(answer: str, join: bool = True) -> list[str]:
     """Top-level parts of an answer: `1, 2 and 3`, `\\{1,2\\}` and `1 \\pm 2` have several. join: 58,500 is one number."""
     text = _clean(answer)
-    inner = text[2:-2]
-    if text.startswith(r"\{") and text.endswith(r"\}") and min(_depths(inner), default=0) >= 0:
-        text = inner.strip()
+    for opening, closing in ((r"\{", r"\}"), ("{", "}")):
+        inner = text[len(opening) : -len(closing)]
+        if text.startswith(opening) and text.endswith(closing) and min(_depths(inner), default=0) >= 0:
+            text = inner.strip()
     for found in reversed(list(_THOUSANDS.finditer(text)) if join else []):
         if _depths(text)[found.start()] == 0:
             text = text[: found.start()] + found.group().replace(",", "") + text[found.end() :]
