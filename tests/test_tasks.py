@@ -196,6 +196,7 @@ def test_lenient_scorers_see_only_answers_of_the_form_asked_for(name):
     "name, gold, metadata, right, wrong",
     [
         ("countdown", None, {"numbers": [3, 4, 5], "target": 17}, ["3*4+5", "5 + (4*3)"], ["3*4+5*1", "(3**1)*4+5", "3!+4+7"]),
+        ("countdown", None, {"numbers": [3, 4, 5], "target": 15}, [], ["3!+4+5", "3! + 5 + 4"]),
         ("graph_color", '{"0": 1, "1": 2}', {"puzzle": {"vertices": [0, 1], "edges": [(0, 1)], "color_options": [1, 2]}},
          ['{"1": 1, "0": 2}'], ['{"0": 1}', '{"0": 1, "1": 1}', '{"0": 1, "1": 2, "2": 1}', '{"0": 1, "1": 1, "1": 2}', "[]", "{"]),
         ("number_sorting", "['-1.5', '2.0', '3']", {"direction": "ascending"},
