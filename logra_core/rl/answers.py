@@ -8,9 +8,10 @@ Policies (each pinned by a test): one final \\boxed decides; no box, an untermin
 answer. All parts of a multi-part answer are needed, in any order, and no more. `%`, `$`, degrees and trailing units are dropped on
 both sides (28\\% is 28; 0.28 is not); a text command that carries mathematics (`\\mathrm{i}`, `\\text{ + 1}`) is no unit. Rational answers are
 compared exactly, other constants to 250 digits, nothing with an absolute tolerance; math-verify parses and takes sets, tuples and relations
-apart, gold first. A decimal is right for an irrational gold if all its digits are, six places at least. Text golds (`\\text{Evelyn}`, `A`) are compared as text, never as products of letters; so is an
-answer with a text that holds digits, am, pm or a scale (`6:30\\text{ PM}`, `10\\text{ million}`), which is no unit. White space never
-joins digits: `3 1/2` is a mixed number, `1 2` is nothing; the thin space of `11\\,111` does. Over LONGEST characters, an answer is wrong.
+apart, gold first. A decimal is right for an irrational gold if all its digits are, six places at least. Text golds
+(`\\text{Evelyn}`, `A`) are compared as text, never as products of letters; so is an answer with a text that holds digits, am, pm or
+a scale (`6:30\\text{ PM}`, `10\\text{ million}`), which is no unit. White space never joins digits: `3 1/2` is a mixed number, `1 2` is
+nothing; the thin space of `11\\,111` does. Over LONGEST characters, an answer is wrong.
 """
 
 from __future__ import annotations
@@ -329,7 +330,7 @@ def _parse(part: str) -> list:
 
 
 DIGITS = 250  # to which two real constants that are no fractions must agree, from the first one that is not 0
-PLACES = 6  # from which on a decimal counts as an irrational value
+PLACES = 6  # decimal places from which on a decimal counts as an irrational value
 
 
 def _exact(expression):
@@ -425,6 +426,7 @@ NUMERIC = frozenset(
     "simple_geometry".split()
 )
 TEXT = frozenset(["letter_jumble"])  # its own scorer pays words after the answer
+_DATASETS: dict = {}
 
 _CALLS = "Abs|C|E|Integral|a?(?:sin|cos|tan)h?|cot|csc|exp|ln|log|pi|sec|sqrt|[A-Za-z]"
 _EXPRESSION = rf"(?:[\d.\s()+*/,-]|(?:{_CALLS})(?![A-Za-z_]))+"
@@ -445,7 +447,6 @@ FORMS = {
     "sokoban": r"[LDUR]+",
     "tower_of_hanoi": r"(?:\s*Move disk \d+ from Peg \d+ to Peg \d+(?:\s*\n|$))+",
 }
-_DATASETS: dict = {}
 
 
 def oracle_answer(entry: dict) -> str | None:
