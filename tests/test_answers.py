@@ -268,6 +268,24 @@ def test_text_that_says_more_than_a_unit_counts(math):
     assert verdicts(math, right) == ["correct"] * len(right)
 
 
+def test_answer_table_pays_no_wrong_answer_and_refuses_no_right_one(math):
+    lines = [line.split("\t") for line in (ROOT / "tests" / "answer_table.tsv").read_text().splitlines() if not line.startswith("# ")]
+    rows = [(gold, answer, verdict == "1") for verdict, gold, answer, *_ in lines]
+    assert len(rows) >= 300 and {verdict for verdict, *_ in lines} == {"0", "1"}
+    statuses = verdicts(math, [(gold, answer) for gold, answer, _ in rows])
+    paid_wrong = [(g, a) for (g, a, right), status in zip(rows, statuses) if status == "correct" and not right]
+    refused_right = [(g, a, status) for (g, a, right), status in zip(rows, statuses) if status != "correct" and right]
+    assert (paid_wrong, refused_right) == ([], [])
+
+
+def test_numbers_without_an_absolute_tolerance(math):
+    wrong = [("2^{-99}", "2^{-98}"), ("10^{-10}", "0.0000000002"), (r"\frac{1}{2^{99}}", r"\frac{1}{2^{98}}"), ("0", "10^{-300}")]
+    wrong += [("2^{-2000}", "2^{-1999}"), ("10^{-300}\\pi", "10^{-299}\\pi"), ("(10^{-40},1]", "(10^{-41},1]")]
+    assert verdicts(math, wrong) == ["wrong"] * len(wrong)
+    right = [("2^{-2000}", "4^{-1000}"), (r"10^{-300}\pi", r"\frac{\pi}{10^{300}}"), ("10^{-10}", "0.0000000001")]
+    assert verdicts(math, right) == ["correct"] * len(right)
+
+
 def _plain(answer):
     """Independent reading of an answer, for the negative checks: a number where it is one, else its letters without layout."""
     text = re.sub(r"\\left|\\right|\\[!,;$ ]|\^\\circ|\\mbox|\\text|\s|\$", "", answer.replace("dfrac", "frac").replace(r"\%", ""))

@@ -8,6 +8,9 @@ import os
 import re
 import subprocess
 import sys
+from datetime import date
+from decimal import Decimal
+from itertools import islice
 from pathlib import Path
 
 import pytest
@@ -15,7 +18,7 @@ import pytest
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 from logra_core.rl import tasks  # noqa: E402
-from logra_core.rl.answers import final_answer, number  # noqa: E402
+from logra_core.rl.answers import final_answer, gym_job, number, oracle_answer  # noqa: E402
 from logra_core.rl.settings import TaskConfig  # noqa: E402
 from logra_core.rl.tasks import Problem, make_task, messages  # noqa: E402
 from logra_core.settings import ConfigError  # noqa: E402
@@ -145,6 +148,82 @@ def test_self_test_accepts_an_answer_that_is_right_for_most_problems(monkeypatch
     make_task(TaskConfig(name="countdown")).close()
 
 
+@pytest.mark.parametrize(
+    "pays, decoy",
+    [
+        (lambda answer, gold: gold in answer, "0.980 or 7"),
+        (lambda answer, gold: answer.lstrip("-") == gold.lstrip("-"), "-0.980"),
+        (lambda answer, gold: gold.startswith(answer), "0.98"),
+    ],
+)
+def test_self_test_finds_a_scorer_that_pays_a_guess_a_sign_or_a_cut_number(monkeypatch, pays, decoy):
+    verdict = lambda self, answer, problem: "correct" if pays(final_answer(answer), problem.answer) else "wrong"  # noqa: E731
+    monkeypatch.setattr(tasks.GymTask, "_verdict", verdict)
+    with pytest.raises(ConfigError, match="scorer of advanced_geometry pays .*, where the oracle's answer is"):
+        make_task(TaskConfig(name="advanced_geometry"))
+
+
+def _spoilt(name, gold):
+    """Answers that are wrong, though the dataset's own scorer pays some: the oracle's with a guess, a sign, fewer digits, or more."""
+    made = [gold + " or 7", "7 or " + gold, gold + ", 7", gold + "\n7", f"{gold} or {gold}"]
+    made += [f"I think {gold}", f"{gold} not", f"({gold})!"]
+    if name in ("kakurasu", "quantum_lock", "sokoban", "tower_of_hanoi", "number_sorting", "time_intervals"):
+        made.append("-" + gold)
+    made.append(re.sub(r"(\.\d*)[1-9](?!\d)", r"\1", gold))
+    if name == "graph_color":
+        made += [gold[:-1] + ', "99": 1}', '{"0": 9, ' + gold[1:]]
+    return [answer for answer in made if answer != gold]
+
+
+LENIENT = (
+    "advanced_geometry countdown fraction_simplification graph_color intermediate_integration kakurasu knights_knaves number_sorting "
+    "polynomial_multiplication power_function quantum_lock rubiks_cube simple_integration sokoban time_intervals tower_of_hanoi word_sorting"
+)
+
+
+@pytest.mark.parametrize("name", LENIENT.split())
+def test_lenient_scorers_see_only_answers_of_the_form_asked_for(name):
+    import reasoning_gym
+
+    for entry in islice(reasoning_gym.create_dataset(name, seed=11, size=8), 8):
+        gold = oracle_answer(entry)
+        assert gym_job(name, {}, [gold], entry) == "correct"
+        paid = [answer for answer in _spoilt(name, gold) if gym_job(name, {}, [answer], entry) == "correct"]
+        assert paid == [], f"where the oracle's answer is {gold!r}"
+
+
+@pytest.mark.parametrize(
+    "name, gold, metadata, right, wrong",
+    [
+        ("countdown", None, {"numbers": [3, 4, 5], "target": 17}, ["3*4+5", "5 + (4*3)"], ["3*4+5*1", "(3**1)*4+5", "3!+4+7"]),
+        ("countdown", None, {"numbers": [3, 4, 5], "target": 15}, [], ["3!+4+5", "3! + 5 + 4"]),
+        ("graph_color", '{"0": 1, "1": 2}', {"puzzle": {"vertices": [0, 1], "edges": [(0, 1)], "color_options": [1, 2]}},
+         ['{"1": 1, "0": 2}'], ['{"0": 1}', '{"0": 1, "1": 1}', '{"0": 1, "1": 2, "2": 1}', '{"0": 1, "1": 1, "1": 2}', "[]", "{"]),
+        ("number_sorting", "['-1.5', '2.0', '3']", {"direction": "ascending"},
+         ['["-1.5", "2.0", "3"]', "[-1.5, 2, 3]"], ["['-1.0', '2.0', '3']", "['-1.5', '2.0', '3', '3']", "['-1.5', '2.0']", "-1.5 2.0 3"]),
+        ("power_function", "6769988418200343.0", {}, ["6.77e+15", "6.77E15", "6769988418200343.0"], ["6.7651e15", "6.76e15", "6.77e+14", "6.77"]),
+        ("time_intervals", "99 days", {"task_type": "date"}, ["99 days", "99"], ["99 days, 12:00", "99 days or 98", "98 days", "99.5 days"]),
+        ("time_intervals", "01:45:29.050", {"task_type": "time_ms"}, ["1:45:29.050"], ["01:45:29.50", "01:45:29", "01:45:29.051"]),
+        ("time_intervals", "67 days, 01:04", {"task_type": "datetime"}, ["67 days, 1:04"], ["67 days, 01:04, 7", "67 days", "67 days, 01:05"]),
+        ("knights_knaves", "Liam is a sage, and Ella is a fool.", {},
+         ["Ella is a fool and Liam is a sage", "liam is a sage. Ella is a fool"],
+         ["Liam is a sage", "Liam is a sage, and Ella is a sage, or a fool."]),
+        ("advanced_geometry", "(6.073, -2.122)", {"task_type": "orthocenter", "ortho": ("6.073", "-2.122")},
+         ["(6.073, -2.122)", "6.073, -2.122"], ["(6.073, -2.122), (1, 2)", "(6.073, -2.122, 5)", "(-2.122, 6.073)"]),
+        ("fraction_simplification", r"$\frac{46}{81}$",
+         {"simplified_numerator": 46, "simplified_denominator": 81, "numerator": 92, "denominator": 162},
+         ["46/81", r"\frac{46}{81}", r"$\dfrac{46}{81}$"], ["92/162", r"\frac{46}{81}3", "-46/81", r"\frac{46}{8}1"]),
+        ("quantum_lock", "A → B", {}, ["A -> B", "a → b"], ["AB, or B", "A → B → ?", "A or B"]),
+        ("simple_integration", "x**2/2 + C", {"variable": "x", "integrand": "x"},
+         ["x**2/2", "0.5*x**2 + C", "(x**2)/2 + 5"], ["x**2/2 + C or 7", "x**2/2 + C if True else 0", "x**2/2 or x**2", "x**2"]),
+    ],
+)  # fmt: skip
+def test_right_answers_in_other_words_pay_and_near_ones_do_not(name, gold, metadata, right, wrong):
+    entry = {"answer": gold, "metadata": {"example_answer": gold, **metadata}}
+    assert {a: gym_job(name, {}, [a], entry) for a in right} == {a: "correct" for a in right}
+    assert "correct" not in {gym_job(name, {}, [a], entry) for a in wrong}, {a: gym_job(name, {}, [a], entry) for a in wrong}
+
+
 def test_messages_and_instruction():
     task = make_task(TaskConfig(system_prompt="Be brief.", instruction="Answer with a number only.", options=TWO_TERMS))
     p = task.train(0, 1, 0)[0]
@@ -169,7 +248,11 @@ def test_as_many_responses_as_problems(chain):
         ("$19$", "correct"),
         (r"\boxed{19}", "correct"),
         ("**19**", "correct"),
+        ("`19`", "correct"),
+        ("```\n19\n```", "correct"),
         ("19.0", "correct"),
+        ("1.9e1", "correct"),
+        ("- 19", "wrong"),
         ("+019", "correct"),
         ("12 + 7 = 19", "correct"),
         ("12 + 7 = **19**.", "correct"),
@@ -211,6 +294,17 @@ def test_fault_13_partial_credit_never_pays():
     assert [g.correct for g in text.grade([p.answer + " X", p.answer.lower(), f" {p.answer}\n"], [p] * 3)] == [False, False, True]
 
 
+def test_numbers_whose_own_scorers_allow_an_error_are_compared_exactly():
+    task = make_task(TaskConfig(name="decimal_arithmetic+number_format+letter_jumble"))
+    decimal, large, words = "7.4534002448", "268995695.594", "Most people start"
+    cases = [(decimal, "7.4534", False), (decimal, "7.45340024480", True), (large, "2.689956955940000e+08", True)]
+    cases += [(large, "268,995,695.594", True), (large, "268995695.595", False), (large, "-268995695.594", False)]
+    cases += [(words, words + " or 7", False), (words, f" {words}\n", True)]
+    names = ["decimal_arithmetic"] * 2 + ["number_format"] * 4 + ["letter_jumble"] * 2
+    grades = task.grade([a for _, a, _ in cases], [problem(g, dataset=n) for n, (g, _, _) in zip(names, cases)])
+    assert [g.correct for g in grades] == [right for _, _, right in cases]
+
+
 def test_fault_14_scorers_that_raise_are_counted_and_the_rest_goes_on():
     task = make_task(TaskConfig(name="prime_factorization+game_of_life+countdown"))
     a, b, c = task.train(0, 3, 0)
@@ -221,6 +315,7 @@ def test_fault_14_scorers_that_raise_are_counted_and_the_rest_goes_on():
 
 
 def test_fault_16_last_complete_tag_wins(chain):
+    assert chain.grade(["- 4"], [problem("-4", dataset="chain_sum")])[0].correct
     assert chain.grade(["<answer>-4</answer>"], [problem("-4", dataset="chain_sum")])[0].correct
     assert final_answer("<answer>5") is None
     assert final_answer("<answer>a<answer>5</answer>") == "5"
@@ -251,3 +346,81 @@ def test_dapo_columns_one_row_per_prompt_conflicts_dropped(tmp_path):
     assert len({p.uid for p in epoch}) == 29  # each once before any comes again
     assert all(re.fullmatch(r"What is \$\d+ \\cdot 2\$\?", p.prompt) for p in epoch)
     assert task.train(1, 10, 0) == epoch[10:20] and task.train(1, 10, 1) != epoch[10:20]
+
+
+def _golds(path, **fields):
+    held = write_rows(Path(path).parent / "held_out_rows.jsonl", [{"problem": "another", "answer": "1"}])
+    task = make_task(TaskConfig(name="math", train_data=str(path), eval_data=held, **fields))
+    return {p.prompt: p.answer for p in task.train(0, task.counts["train_kept"], 0)}, task.counts
+
+
+FACTORIALS = ("2432902008176640000", "51090942171709440000")  # 20! fits in 64 bits, 21! does not: one such row makes a column float
+
+
+def test_answers_are_the_text_in_the_file(tmp_path):
+    literals = ["1e-05", "0.00001", "1.50", *FACTORIALS, "0.1000000000000000055", "true", '"007"', '"2024-01-05"', '"1,234"']
+    rows = [f'{{"problem": "p{i}", "answer": {text}}}' for i, text in enumerate(literals)]
+    bad = ["null", "NaN", "[1]", '""', '"\\ud800"', "{}"]  # half a surrogate pair is no text
+    rows += [f'{{"problem": "bad {i}", "answer": {text}}}' for i, text in enumerate(bad)]
+    rows += ["", '{"problem": "no answer"}']
+    expected = [text.strip('"') for text in literals]
+    expected[expected.index("true")] = "True"
+    for name, text in (("a.jsonl", "\ufeff" + "\n".join(rows)), ("a.json", "[" + ",\n".join(filter(None, rows)) + "]")):
+        (tmp_path / name).write_text(text)
+        golds, counts = _golds(tmp_path / name)
+        assert [golds[f"p{i}"] for i in range(len(literals))] == expected
+        assert counts["train_empty"] == len(bad) + 1 and counts["train_kept"] == len(literals)
+    (tmp_path / "folder").mkdir()  # read by `datasets`, but for the text
+    (tmp_path / "folder" / "train.jsonl").write_text("\n".join(rows))
+    (tmp_path / "table").mkdir()
+    cells = ["0.50", "007", "2024-01-05", "NA"]
+    (tmp_path / "table" / "train.csv").write_text("problem,answer\n" + "".join(f"p{i},{text}\n" for i, text in enumerate(cells)))
+    assert [_golds(tmp_path / "folder")[0][f"p{i}"] for i in range(len(literals))] == expected
+    assert list(dict(sorted(_golds(tmp_path / "table")[0].items())).values()) == cells
+
+
+def test_dates_alone_in_a_column_stay_dates(tmp_path):
+    path = write_rows(tmp_path / "dates.jsonl", [{"problem": f"p{i}", "answer": f"2024-01-0{i}"} for i in (5, 6)])
+    assert _golds(path)[0] == {"p5": "2024-01-05", "p6": "2024-01-06"}
+
+
+def test_answers_of_a_parquet_file_are_exact(tmp_path):
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    columns = {
+        "integer": (pa.array([2432902008176640000, 9007199254740993]), ["2432902008176640000", "9007199254740993"]),
+        "float": (pa.array([0.00001, 1e22, float("nan")]), ["0.00001", "10000000000000000000000"]),
+        "decimal": (pa.array([Decimal("51090942171709440000.5")]), ["51090942171709440000.5"]),
+        "date": (pa.array([date(2024, 1, 5)]), ["2024-01-05"]),
+    }
+    for name, (values, expected) in columns.items():
+        pq.write_table(pa.table({"problem": [f"p{i}" for i in range(len(values))], "answer": values}), tmp_path / f"{name}.parquet")
+        golds, counts = _golds(tmp_path / f"{name}.parquet")
+        assert [golds[f"p{i}"] for i in range(len(expected))] == expected
+        assert counts["train_empty"] == len(values) - len(expected)
+
+
+@pytest.mark.parametrize(
+    "content, row, cause",
+    [
+        (b'{"problem": "a", "answer": "1"}\n{"problem": "b", "ans', 2, "Unterminated string"),
+        (b'{"problem": "a", "answer": "1"}\n\n{"problem": "b\xff", "answer": "2"}\n', 3, "can't decode byte 0xff"),
+        (b'{"problem": "a", "answer": "1"}\n[1, 2]\n', 2, "a row must be a JSON object"),
+        (b'{"problem": "a", "answer": "1"} {"problem": "b"}\n', 1, "Extra data"),
+        (b'[{"problem": "a", "answer": "1"}, 7]', 2, "a row must be a JSON object"),
+    ],
+)
+def test_a_damaged_file_is_named_with_row_and_cause(tmp_path, content, row, cause):
+    (tmp_path / "a.jsonl").write_bytes(content)
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "train.jsonl").write_bytes(content)
+    for path in (tmp_path / "a.jsonl", tmp_path / "folder"):
+        with pytest.raises(ConfigError, match=rf"train_data = .*\.jsonl, row {row}: .*{cause}"):
+            make_task(TaskConfig(name="math", train_data=str(path), eval_data=str(path)))
+
+
+def test_a_truncated_parquet_file_is_named_with_its_cause(tmp_path):
+    (tmp_path / "a.parquet").write_bytes(b"PAR1 and no more")
+    with pytest.raises(ConfigError, match=r"a\.parquet.: cannot be read \(.*[Pp]arquet"):
+        make_task(TaskConfig(name="math", train_data=str(tmp_path / "a.parquet"), eval_data=str(tmp_path / "a.parquet")))

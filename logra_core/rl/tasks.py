@@ -8,21 +8,26 @@ none of their prompts is ever a training prompt.
 
 from __future__ import annotations
 
+import codecs
+import csv
 import difflib
 import hashlib
+import json
+import math
 import os
 import random
 import re
 import sys
 from dataclasses import dataclass, field
+from decimal import Decimal
 from itertools import islice
 from pathlib import Path
-from typing import Iterator, Protocol
+from typing import Callable, Iterator, Protocol
 
 from tqdm.auto import tqdm
 
 from ..settings import ConfigError
-from .answers import NUMERIC, bare, boxed_answer, final_answer, gold_parses_quickly, oracle_answer, quick_equal, same_number
+from .answers import NUMERIC, TEXT, bare, boxed_answer, final_answer, gold_parses_quickly, oracle_answer, quick_equal, same_number
 from .grader_pool import GraderPool
 from .settings import TaskConfig
 
@@ -31,6 +36,7 @@ CHUNK = 64  # items per generated reasoning-gym dataset
 MAX_BARREN_CHUNKS = 40  # chunks in a row without a usable item before a dataset counts as exhausted
 SAMPLE = 6  # problems of a dataset that are graded at load
 DECOYS = ("banana", "0", "nan", "True", "6*4*1*1")  # wrong nearly everywhere; some scorers of reasoning-gym 0.1.25 pay them
+HEDGES = ("{} or 7", "{}, 7", "7 or {}", "{}\n7")  # the oracle's answer beside a guess: never right
 
 # The questions of these follow Python's string hashing, so a new process would see other problems (measured on reasoning-gym 0.1.25).
 HASH_DEPENDENT = frozenset("codeio isomorphic_strings list_functions polynomial_multiplication ransom_note".split())
@@ -157,7 +163,7 @@ class GymTask(_TaskBase):
             allowed = sorted(set(DATASETS[name][1].__dataclass_fields__) - {"seed", "size"})
             if unknown := sorted(set(options) - set(allowed)):
                 raise ConfigError(f"TaskConfig.options: {name} has no option {', '.join(unknown)}; allowed: {', '.join(allowed)}")
-        self._exact = {n for n in self.parts if n in NUMERIC or DATASETS[n][0].score_answer is ProceduralDataset.score_answer}
+        self._exact = {n for n in self.parts if n in NUMERIC | TEXT or DATASETS[n][0].score_answer is ProceduralDataset.score_answer}
         self._heldout: list[Problem] = []
         self._self_test()
 
@@ -184,7 +190,8 @@ class GymTask(_TaskBase):
                 self._test_decoys(name, problems)
 
     def _test_decoys(self, name: str, problems: list[Problem]) -> None:
-        """ConfigError if one and the same answer is paid for most of the problems, and is not the oracle's for most (as a Yes may be)."""
+        """ConfigError if one and the same answer is paid for most of the problems, and is not the oracle's for most (as a Yes may be), or
+        if an oracle's answer is paid with a guess beside it, a digit less or a sign before it."""
         decoys = list(dict.fromkeys([*DECOYS, *(p.answer for p in problems)]))
         grades = iter(self.grade([d for d in decoys for _ in problems], problems * len(decoys)))
         for decoy in decoys:
@@ -193,6 +200,15 @@ class GymTask(_TaskBase):
             if paid > len(problems) / 2 >= own:
                 counts = f"{paid} of {len(problems)} problems, where it is the oracle's answer to {own}"
                 raise ConfigError(f"TaskConfig.name = {self.name!r}: the scorer of {name} pays one answer, {decoy!r}, for {counts}")
+        # a sign may be right by chance (-0, an integral's constant), a guess or a cut number never
+        spoilt = [(hedge.format(p.answer), p, 0) for hedge in HEDGES for p in problems]
+        spoilt += [(re.sub(r"(\.\d*)[1-9](?!\d)", r"\1", p.answer), p, 0) for p in problems if re.search(r"\.\d*[1-9](?!\d)", p.answer)]
+        spoilt += [(f"-{p.answer}", p, len(problems) / 2) for p in problems]
+        paid = [one for one, grade in zip(spoilt, self.grade([s[0] for s in spoilt], [s[1] for s in spoilt])) if grade.correct]
+        for answer, problem, chance in paid:
+            if sum(limit == chance for _, _, limit in paid) > chance:
+                why = f"pays {answer!r}, where the oracle's answer is {problem.answer!r}"
+                raise ConfigError(f"TaskConfig.name = {self.name!r}: the scorer of {name} {why}")
 
     def _stream(self, j: int, key: tuple, heldout: bool | None) -> Iterator[Problem]:
         """Problems of dataset j, endless, fixed by `key`; those held out, those not, or all (None). ConfigError when nothing comes."""
@@ -239,24 +255,83 @@ class GymTask(_TaskBase):
 # ---------------------------------------------------------------- math
 
 
-def _load_rows(source: str, which: str, splits: tuple[str, ...]):
-    """A `datasets` table from a local .jsonl / .json / .parquet file, a folder, or a hub id; ConfigError saying what was tried."""
+def _read_json(path: str) -> Iterator[dict]:
+    """Rows of a JSON Lines file, or of one JSON list. Numbers stay the text that they are in the file: a column of one type, as the readers
+    of `datasets` make it, turns 20! into a float and dates into timestamps. ConfigError naming the row that cannot be read."""
+    as_text = {"parse_int": str, "parse_float": str, "parse_constant": lambda name: None}
+    with open(path, "rb") as file:
+        start = file.read(64).removeprefix(codecs.BOM_UTF8).lstrip()
+        file.seek(0)
+        row = 0
+        try:
+            if start.startswith(b"["):
+                rows = json.loads(file.read().decode("utf-8-sig"), **as_text)
+                for row, value in enumerate(rows, 1):
+                    yield _row(value)
+                return
+            for row, line in enumerate(file, 1):
+                if line.strip():
+                    yield _row(json.loads(line.decode("utf-8-sig" if row == 1 else "utf-8"), **as_text))
+        except (ValueError, RecursionError) as error:
+            raise ConfigError(f"{path}, {f'row {row}' if row else 'no row'}: {error}") from error
+
+
+def _row(value: object) -> dict:
+    if not isinstance(value, dict):
+        raise ValueError(f"a row must be a JSON object, not {json.dumps(value)[:60]}")
+    return value
+
+
+def _read_csv(path: str, delimiter: str) -> Iterator[dict]:
+    with open(path, encoding="utf-8-sig", newline="") as file:
+        reader = csv.DictReader(file, delimiter=delimiter)
+        try:
+            yield from reader
+        except (ValueError, csv.Error) as error:
+            raise ConfigError(f"{path}, row {reader.line_num + 1}: {error}") from error
+
+
+def _load_rows(source: str, which: str, splits: tuple[str, ...]) -> tuple[list[str], int, Callable[[list[str]], Iterator[dict]]]:
+    """(columns, number of rows, function of column names -> the rows with these) of a local .jsonl / .json / .parquet file, a folder, or a hub
+    id; ConfigError saying what was tried, or the file, the row and the cause."""
     import datasets
 
-    path = Path(source).expanduser()
-    builders = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
-    if path.is_file() and path.suffix not in builders:
-        raise ConfigError(f"TaskConfig.{which} = {source!r}: allowed file types are {', '.join(builders)}")
+    def pick(named: dict):
+        return named[next((s for s in splits if s in named), next(iter(named)))]
+
+    path, here = Path(source).expanduser(), f"TaskConfig.{which} = {source!r}"
+    if path.is_file() and path.suffix not in (".jsonl", ".json", ".parquet"):
+        raise ConfigError(f"{here}: allowed file types are .jsonl, .json, .parquet")
     try:
-        if path.is_file():
-            return datasets.load_dataset(builders[path.suffix], data_files=str(path), split="train")
-        if any((path / f).is_file() for f in ("state.json", "dataset_dict.json")):
+        rows = None
+        if path.suffix in (".jsonl", ".json") and path.is_file():
+            rows = list(_read_json(str(path)))
+        elif path.is_file():
+            table = datasets.load_dataset("parquet", data_files=str(path), split="train")
+        elif any((path / f).is_file() for f in ("state.json", "dataset_dict.json")):
             table = datasets.load_from_disk(str(path))
         else:
-            table = datasets.load_dataset(str(path) if path.is_dir() else source)
+            builder = datasets.load_dataset_builder(str(path) if path.is_dir() else source)
+            kind = type(builder.config).__name__  # of files that hold text, the text is read here, not by column types
+            if kind in ("JsonConfig", "CsvConfig"):
+                files = datasets.DownloadManager().download_and_extract(list(pick(builder.config.data_files)))
+                rows = [r for f in files for r in (_read_json(f) if kind == "JsonConfig" else _read_csv(f, builder.config.sep))]
+            else:
+                builder.download_and_prepare()
+                table = builder.as_dataset()
+    except ConfigError as error:
+        raise ConfigError(f"{here}: {error}") from error
     except Exception as error:
-        raise ConfigError(f"TaskConfig.{which} = {source!r}: no local file or folder, and not loadable as a hub id ({error})") from error
-    return table[next((s for s in splits if s in table), next(iter(table)))] if isinstance(table, dict) else table
+        tried = "cannot be read" if path.is_file() else "no local file or folder, and not loadable as a hub id"
+        raise ConfigError(f"{here}: {tried} ({error.__cause__ or error})") from error
+    if rows is not None:
+        return list(dict.fromkeys(name for row in rows for name in row)), len(rows), lambda names: iter(rows)
+    table = pick(table) if isinstance(table, dict) else table
+    return table.column_names, len(table), lambda names: (row for batch in table.select_columns(names).iter(1000) for row in _unbatched(batch))
+
+
+def _unbatched(batch: dict) -> Iterator[dict]:
+    return (dict(zip(batch, values)) for values in zip(*batch.values()))
 
 
 def _question(value) -> str:
@@ -267,18 +342,33 @@ def _question(value) -> str:
 
 
 def _gold(value) -> str:
-    """The gold answer out of a value, a reward_model dict (DAPO), a solution with a box, or `... #### 18` (GSM8K)."""
+    """The gold answer out of a value, a reward_model dict (DAPO), a solution with a box, or `... #### 18` (GSM8K); "" if it cannot be read.
+
+    A number (of a Parquet file) is written out exactly, without an exponent.
+    """
     if isinstance(value, dict):
         value = value.get("ground_truth")
-    text = "" if value is None else str(value).rsplit("####", 1)[-1].strip()
+    if isinstance(value, bool):
+        value = str(value)
+    if isinstance(value, float):
+        value = f"{Decimal(repr(value)):f}" if math.isfinite(value) else None
+    if value is None or isinstance(value, (list, dict, bytes)):
+        return ""
+    text = str(value).rsplit("####", 1)[-1].strip()
     return (boxed_answer(text) or "") if re.search(r"\\(?:boxed|fbox)", text) else text
+
+
+def _is_unicode(text: str) -> bool:
+    """False for half a surrogate pair, which JSON can escape, but which no tokenizer or hash can take."""
+    return not re.search("[\ud800-\udfff]", text)
 
 
 class MathTask(_TaskBase):
     """Math with a gold answer: cfg.train_data to draw from, cfg.eval_data held out. The last \\boxed{} of a response decides.
 
     At load: one row a distinct question; questions with different golds, golds that do not parse and training questions that are held
-    out are dropped. counts: {train,eval}_{rows,duplicates,empty,gold_conflicts,kept}, gold_unparseable, train_in_eval.
+    out are dropped; `empty` counts rows without a readable question and answer.
+    counts: {train,eval}_{rows,duplicates,empty,gold_conflicts,kept}, gold_unparseable, train_in_eval.
     """
 
     kind = "math"
@@ -308,22 +398,19 @@ class MathTask(_TaskBase):
     def _read(self, which: str, splits: tuple[str, ...]) -> dict[str, tuple[str, str]]:
         """Distinct questions of one source: text without regard to white space -> (question, gold)."""
         source, name = getattr(self.cfg, which + "_data"), which + "_data"
-        table = _load_rows(source, name, splits)
-        columns = table.column_names
+        columns, total, read = _load_rows(source, name, splits)
         prompt = next((c for c in (self.cfg.prompt_field, "problem", "question", "prompt") if c in columns), None)
         answer = next((c for c in (self.cfg.answer_field, "answer", "reward_model", "ground_truth", "solution") if c in columns), None)
         if prompt is None or answer is None:
             raise ConfigError(f"TaskConfig.{name} = {source!r}: prompt_field and answer_field must be two of {', '.join(columns)}")
         found: dict[str, tuple[str, str]] = {}
         empty, conflicts, rows = 0, set(), 0
-        batches = table.select_columns(list({prompt, answer})).iter(batch_size=1000)
-        for batch in tqdm(batches, total=(len(table) + 999) // 1000, desc=f"read {os.path.basename(source)}", disable=len(table) < 100_000):
-            for raw_question, raw_gold in zip(batch[prompt], batch[answer]):
-                question, gold, rows = _question(raw_question), _gold(raw_gold), rows + 1
-                if not question or not gold:
-                    empty += 1
-                elif found.setdefault(key := _question_key(question), (question, gold))[1] != gold:
-                    conflicts.add(key)
+        for row in tqdm(read(list({prompt, answer})), total=total, desc=f"read {os.path.basename(source)}", disable=total < 100_000):
+            question, gold, rows = _question(row.get(prompt)), _gold(row.get(answer)), rows + 1
+            if not question or not gold or not _is_unicode(question + gold):
+                empty += 1
+            elif found.setdefault(key := _question_key(question), (question, gold))[1] != gold:
+                conflicts.add(key)
         self.counts.update({f"{which}_rows": rows, f"{which}_empty": empty, f"{which}_gold_conflicts": len(conflicts)})
         self.counts[f"{which}_duplicates"] = rows - empty - len(found)
         return {key: row for key, row in found.items() if key not in conflicts}
