@@ -252,7 +252,7 @@ def test_another_settings_checkpoint_is_refused(tmp_path):
 def test_the_scheduler_scales_the_update_ratio(tmp_path):
     trainer, logra, _ = tiny_trainer(tmp_path, budget=None, lr_scheduler_type="linear", learning_rate=123.0)
     sizes, apply = [], logra.apply
-    logra.apply = lambda update, alpha: sizes.append(logra._pending[2] / math.sqrt(sum(logra._weight_norms_sq()))) or apply(update, alpha)
+    logra.apply = lambda update, alpha: sizes.append(logra._pending.size / math.sqrt(sum(logra.weights.norms_sq()))) or apply(update, alpha)
     trainer.train()
     assert sizes == pytest.approx([1e-2, 0.75e-2, 0.5e-2, 0.25e-2])  # the arguments' learning rate is not ours
     assert [r["learning_rate"] for r in trainer.state.log_history if "loss" in r] == pytest.approx(sizes)

@@ -40,7 +40,7 @@ def test_a_cosine_is_that_of_the_factors_that_training_would_use(recipe, kind, r
     logp = sequence_logprobs(model, padded)
     ppo_loss(logp, padded["rollout_logprobs"], rewards - 0.5, padded["response_mask"], rollouts.tokens)[0].backward()
     found, values = row["cosines"][kind][RANKS.index(rank)]
-    assert found == pytest.approx(factor_cosine(G, *logra.targets[NAME].factors()), abs=0.1 if kind == "activation" else 1e-3)
+    assert found == pytest.approx(factor_cosine(G, *logra.targets[NAME].how.factors(logra.targets[NAME].sketch.grad)), abs=0.1 if kind == "activation" else 1e-3)
     assert values == logra.targets[NAME].sketch.numel()
 
 

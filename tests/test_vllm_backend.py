@@ -290,11 +290,11 @@ def test_sessions_of_the_protocol(run):
 def test_layers_that_vllm_does_not_have_are_refused_by_name(run):
     masters = run.logra.weights
     weights = {n: masters.master(n) for n in masters.shapes}
-    from logra_core.weights import Masters
+    from logra_core.weights import Weights
 
-    unknown = Masters(weights | {"model.layers.99.mlp.up_proj": weights["model.layers.0.mlp.up_proj"].clone()})
+    unknown = Weights(weights | {"model.layers.99.mlp.up_proj": weights["model.layers.0.mlp.up_proj"].clone()})
     refused(run, lambda: run.engine.resync(full_state_bytes(unknown, run.logra.run_id, 0)), r"model\.layers\.99\.mlp\.up_proj \(not there\)")
-    wrong = Masters(weights | {"model.embed_tokens": weights["model.layers.0.mlp.up_proj"].clone()})
+    wrong = Weights(weights | {"model.embed_tokens": weights["model.layers.0.mlp.up_proj"].clone()})
     refused(run, lambda: run.engine.resync(full_state_bytes(wrong, run.logra.run_id, 0)), "model.embed_tokens is VocabParallelEmbedding")
 
 
