@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from logra_core.lab.statistics import CLAIMS, Estimate, differences, estimate, f_critical, f_tail, one_way, paired, seen_shift, share, two_way, verdict
+from logra_core.lab.statistics import CLAIMS, counted, differences, estimate, f_critical, f_tail, one_way, paired, seen_shift, share, two_way, verdict
 
 
 def test_student_and_f_tables() -> None:
@@ -42,8 +42,8 @@ def test_a_paired_difference_by_hand() -> None:
     half = 4.302653 * 0.1 / math.sqrt(3)
     assert (found.mean, found.low, found.high, found.n) == pytest.approx((0.2, 0.2 - half, 0.2 + half, 3))
     assert found.seen == pytest.approx(math.sqrt(seen_shift(1, 2)) * 0.1 / math.sqrt(3)) and found.seen > half
-    assert str(found) == "+0.200 [-0.048, +0.448]" and str(estimate([0.1])) == "+0.100 (1 seed)"
-    assert estimate([0.1]).low == -math.inf
+    assert str(found) == "+0.200 [-0.048, +0.448]" and str(estimate([0.1])) == "+0.100 (one seed)"
+    assert estimate([0.1]).low == -math.inf and str(estimate([0.2, 0.2])) == "+0.200 (all 2 equal)"
     with pytest.raises(ValueError, match="no pair"):
         paired({0: 1.0}, {1: 1.0})
 
@@ -66,9 +66,9 @@ def test_two_groups_are_the_t_test_and_seeds_are_taken_off() -> None:
     pairs = estimate(b - a)
     both = two_way([a, b])  # of two arms: the paired t test
     assert both.f == pytest.approx((pairs.mean / ((pairs.high - pairs.mean) / math.sqrt(f_critical(1, 2)))) ** 2)
-    assert both.seen == pytest.approx(pairs.seen)
+    assert both.pair_seen == pytest.approx(both.seen) and both.seen == pytest.approx(pairs.seen) and both.half == pytest.approx(pairs.high - pairs.mean)
     assert two_way(np.array([a, b]) + 100 * np.arange(3)).f == pytest.approx(both.f)
-    # Sokal and Rohlf's form by hand: three arms, two seeds
+    # by hand: three arms, two seeds
     table = np.array([[1.0, 3.0], [2.0, 2.0], [6.0, 7.0]])
     # row means 2, 2, 6.5; column means 3, 4; grand mean 3.5: SS rows 27, columns 1.5, total 29.5, so 1.0 is left with 2 degrees
     by_hand = two_way(table)
@@ -91,6 +91,7 @@ def test_shares() -> None:
     assert share(0, 10) == pytest.approx((0.0, 1 - 0.025 ** (1 / 10)))
     assert share(10, 10) == pytest.approx((0.025 ** (1 / 10), 1.0))
     low, high = share(4, 128)
+
     def at_least(k, p):
         return sum(math.comb(128, i) * p**i * (1 - p) ** (128 - i) for i in range(k, 129))
 
@@ -114,7 +115,10 @@ def test_verdicts(claim: str, low: float, high: float, said: str) -> None:
     assert verdict(claim, low, high, 0.03) == said
 
 
+def test_what_is_counted_has_no_interval() -> None:
+    assert str(counted(-0.4)) == "-0.400 (counted)" and verdict("less", counted(-0.4).low, counted(-0.4).high, 0.05) == "holds"
+
+
 def test_a_claim_must_be_known() -> None:
     with pytest.raises(ValueError, match="allowed is one of more"):
         verdict("better", 0.0, 1.0, 0.03)
-    assert isinstance(estimate([1.0, 1.0]), Estimate)

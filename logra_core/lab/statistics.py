@@ -56,7 +56,8 @@ def seen_shift(top: int, bottom: int, level: float = LEVEL, power: float = POWER
 
 @dataclass(frozen=True)
 class Estimate:
-    """A mean with its t interval. n: independent values (pairs). seen: the smallest true mean that could have been seen at this spread; nan: unknown."""
+    """A mean with its t interval. n: independent values (pairs); 0: counted, not sampled. seen: the smallest true mean that could have been
+    seen at this spread; nan: unknown."""
 
     mean: float
     low: float
@@ -65,19 +66,27 @@ class Estimate:
     seen: float
 
     def __str__(self) -> str:
-        if self.n < 2:
-            return f"{self.mean:+.3f} (1 seed)"
+        if self.n == 0 or math.isinf(self.high):
+            return f"{self.mean:+.3f} ({'counted' if self.n == 0 else 'one seed' if self.n == 1 else f'all {self.n} equal'})"
         return f"{self.mean:+.3f} [{self.low:+.3f}, {self.high:+.3f}]"
 
 
 def estimate(values: Sequence[float]) -> Estimate:
-    """Mean of independent values, its t interval with n - 1 degrees, and the mean that could have been seen. One value has no interval."""
+    """Mean of independent values, its t interval with n - 1 degrees, and the mean that could have been seen.
+
+    One value has no interval, nor have several that are equal: shares of few answers meet by chance, which is no precision.
+    """
     x = np.asarray(values, dtype=float)
-    if len(x) < 2:
+    if np.ptp(x) < 1e-12:
         return Estimate(float(x.mean()), -math.inf, math.inf, len(x), math.nan)
     error = float(x.std(ddof=1)) / math.sqrt(len(x))
     half = math.sqrt(f_critical(1, len(x) - 1)) * error
     return Estimate(float(x.mean()), float(x.mean()) - half, float(x.mean()) + half, len(x), math.sqrt(seen_shift(1, len(x) - 1)) * error)
+
+
+def counted(value: float) -> Estimate:
+    """A number without chance in it, such as bytes."""
+    return Estimate(value, value, value, 0, 0.0)
 
 
 def paired(ours: Mapping, theirs: Mapping) -> Estimate:
@@ -96,14 +105,25 @@ def differences(ours: Mapping, theirs: Mapping) -> np.ndarray:
 @dataclass(frozen=True)
 class FTest:
     """F(top, bottom) = f with probability p by chance; residual: standard deviation of what is left.
-    seen: how far one group alone must lie from all others for the test to have seen it."""
+    n: values a group. seen: how far one group alone must lie from all others for the test to have seen it."""
 
     f: float
     top: int
     bottom: int
     p: float
     residual: float
+    n: float
     seen: float
+
+    @property
+    def half(self) -> float:
+        """Half the interval of the difference of two groups, by the spread of all groups together."""
+        return math.sqrt(f_critical(1, self.bottom) * 2 / self.n) * self.residual
+
+    @property
+    def pair_seen(self) -> float:
+        """The smallest difference of two groups, named beforehand, that could have been seen."""
+        return math.sqrt(seen_shift(1, self.bottom) * 2 / self.n) * self.residual
 
     def __str__(self) -> str:
         return f"F({self.top}, {self.bottom}) = {self.f:.2f}, p = {self.p:.2f}"
@@ -114,7 +134,7 @@ def _f_test(between: float, within: float, top: int, bottom: int, n: float) -> F
     spread = within / bottom
     f = between / top / spread
     seen = math.sqrt(seen_shift(top, bottom) * spread * (top + 1) / (top * n))
-    return FTest(f, top, bottom, f_tail(f, top, bottom), math.sqrt(spread), seen)
+    return FTest(f, top, bottom, f_tail(f, top, bottom), math.sqrt(spread), n, seen)
 
 
 def one_way(groups: Sequence[Sequence[float]]) -> FTest:
@@ -139,8 +159,8 @@ def share(right: int, of: int, level: float = LEVEL) -> tuple[float, float]:
     """Interval of a share by the exact binomial law (Clopper and Pearson)."""
     if not 0 <= right <= of or of < 1:
         raise ValueError(f"{right} of {of} is no share")
-    # P(X >= right | p) is the incomplete beta function I_p(right, of - right + 1), and rises with p
-    def at_least(p: float, k: int) -> float:
+
+    def at_least(p: float, k: int) -> float:  # P(X >= k | p), which rises with p
         return float(mpmath.betainc(k, of - k + 1, 0, p, regularized=True))
 
     low = 0.0 if right == 0 else _root(lambda p: at_least(p, right) - level / 2, 0.0, 1.0)
@@ -152,7 +172,7 @@ CLAIMS = ("more", "less", "not less", "not more", "alike")
 
 
 def verdict(claim: str, low: float, high: float, margin: float) -> str:
-    """"holds", "does not hold" or "undecided" of a claim about an effect, from the effect's interval and the smallest effect that matters.
+    """Says "holds", "does not hold" or "undecided" of a claim about an effect, from the effect's interval and the smallest effect that matters.
 
     more: holds if the interval is above 0; does not if it is below the margin, so that no gain that matters is left.
     not less: holds if it is above -margin; does not if it is below 0. alike: holds if it is within the margin; does not if it is beyond 0.
