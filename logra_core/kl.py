@@ -191,7 +191,7 @@ def q_jvp(model: nn.Module, update: Proposal, probe: Any, temperature: float = 1
     return total / (2 * contexts * temperature**2)
 
 
-INSTEAD = 'use KLConfig(estimator="finite_difference") or "score_sketch"'
+INSTEAD = 'use another KLConfig.estimator, such as "finite_difference"'
 FORWARD_MODE: list[Callable[[nn.Module], contextlib.AbstractContextManager]] = []  # more rules, each a context around a model
 
 

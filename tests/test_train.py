@@ -3,6 +3,8 @@
 import dataclasses
 import json
 import math
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -20,7 +22,7 @@ from logra_core.rl.settings import TrainConfig
 from logra_core.rl.tasks import Grade, Problem
 from logra_core.rl.train import main
 from logra_core.rl.trainer import Trainer, derive_seed
-from logra_core.settings import ConfigError
+from logra_core.settings import ConfigError, to_dict
 from logra_core.sync import SyncError
 
 VARIANTS = ["logra", "dense", "controlled", "lora", "galore"]
@@ -527,3 +529,27 @@ def test_the_score_sketch_controls_a_run(policy, tmp_path):
         assert r["estimator"] == "score_sketch" and r["alpha"] < 3 and r["predicted_kl"] == pytest.approx(r["effective_budget"])
         assert 0.3 < r["exact_kl"] / r["predicted_kl"] < 3  # √(2/32) is a quarter
     assert end["update"] == 2
+
+
+FULL = """import resource, sys
+from logra_core.rl.train import main
+resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[1]),) * 2)  # no file may grow beyond: as on a disk that is full
+sys.exit(main(sys.argv[2:]))
+"""
+
+
+def test_a_checkpoint_that_cannot_be_written_says_so_and_the_run_goes_on_afterwards(policy, tmp_path):
+    path = tmp_path / "run.json"
+    path.write_text(json.dumps(to_dict(settings(policy, tmp_path / "run", updates=2, checkpoint_every=1, eval_every=0, exact_kl_every=0))))
+    done = subprocess.run([sys.executable, "-c", FULL, "300000", str(path)], capture_output=True, text=True)  # the targets have 442368 bytes
+    assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr[-2000:]
+    assert "error: checkpoint 000001 could not be written to" in done.stderr and "make room and start the run again" in done.stderr
+    assert main([str(path)]) == 0 and checkpoint.latest(tmp_path / "run/checkpoint").name == "000002"
+
+
+def test_a_file_in_the_place_of_the_runs_folder_is_named(policy, tmp_path, capsys):
+    (tmp_path / "taken").write_text("")
+    path = tmp_path / "run.json"
+    for out in ("taken", "taken/run"):
+        path.write_text(json.dumps(to_dict(settings(policy, tmp_path / out))))
+        assert main([str(path)]) == 2 and "a file is in the way" in capsys.readouterr().err

@@ -15,7 +15,7 @@ from ..variants.settings import SketchConfig
 
 @dataclass(frozen=True)
 class Layout(Checked):
-    """What a GPU keeps. The defaults are those of the rule that reproduces the paper's averages.
+    """What a GPU keeps. The defaults are those of the rule that was fitted to the paper's averages.
 
     compute_copy: weights a second time in bf16, sharded like the fp32 masters. FSDP2 casts its fp32 shard as it gathers and needs none.
     frozen_masters: fp32 also of the weights that LoGRA and LoRA never train (embeddings, norms, head); else those are kept in bf16 alone.

@@ -1,7 +1,7 @@
 """Will a training step fit, and what is largest: the memory of one GPU by category and phase, before any GPU is there.
 
 State follows from shapes and from a `Layout` (what is kept, in which dtype, sharded or whole); activations, logits and the probe from the
-real program on fake tensors (`memory.simulate_step`). `average` is put together otherwise: by a rule, found by hand, that gives the averages the
+real program on fake tensors (`memory.simulate_step`). `average` is put together otherwise: by a rule, fitted by hand to the averages that the
 paper printed. Belongs here: the accounting of a step over GPUs. `PhaseMeter` measures the same phases of a real one.
 """
 

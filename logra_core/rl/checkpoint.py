@@ -9,17 +9,19 @@ sweeps away.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
 import torch
 import torch.distributed.checkpoint as dcp
 import xxhash
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import DTensor
 
@@ -38,7 +40,10 @@ class CheckpointError(RuntimeError):
 
 def lock(out: Path) -> IO:
     """Make the run's folder and hold it for this process; `CheckpointError` if another one trains there. A killed process lets go."""
-    out.mkdir(parents=True, exist_ok=True)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError) as error:
+        raise CheckpointError(f"out = {str(out)!r}: a file is in the way; allowed is a folder, or a name that is not there yet") from error
     held = open(out / ".lock", "w")
     try:
         fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -62,8 +67,22 @@ def frozen_digest(model: torch.nn.Module, trained: Iterable[torch.Tensor]) -> st
 def save(folder: Path, update: int, weights: dict[str, torch.Tensor], state: dict[str, Any]) -> Path:
     """Write checkpoint `update` under `folder`, atomically, then drop the older ones. Returns its path."""
     made = begin(folder, update)
-    save_file({n: w.detach().cpu().contiguous() for n, w in weights.items()}, made / "weights.safetensors")
+    with _writing(made):
+        save_file({n: w.detach().cpu().contiguous() for n, w in weights.items()}, made / "weights.safetensors")
     return finish(made, state)
+
+
+@contextlib.contextmanager
+def _writing(made: Path) -> Iterator[None]:
+    """A disk that fills, or refuses, becomes a CheckpointError that says so and what to do."""
+    try:
+        yield
+    except (OSError, RuntimeError, SafetensorError) as error:  # torch raises the second, safetensors the third
+        free = shutil.disk_usage(made).free / 2**20
+        raise CheckpointError(
+            f"checkpoint {made.name.removeprefix(TEMPORARY)} could not be written to {made.parent} ({free:,.0f} MiB free): {error}. "
+            "The one before it is whole: make room and start the run again"
+        ) from error
 
 
 def begin(folder: Path, update: int) -> Path:
@@ -80,9 +99,10 @@ def begin(folder: Path, update: int) -> Path:
 def finish(made: Path, state: dict[str, Any]) -> Path:
     """Add the state, flush, give the folder its name, drop the older checkpoints."""
     folder, number = made.parent, made.name.removeprefix(TEMPORARY)
-    torch.save(state | {"format": FORMAT, "update": int(number)}, made / "state.pt")
-    for path in (*made.iterdir(), made):
-        _flush(path)
+    with _writing(made):
+        torch.save(state | {"format": FORMAT, "update": int(number)}, made / "state.pt")
+        for path in (*made.iterdir(), made):
+            _flush(path)
     older = _complete(folder)
     os.rename(made, folder / number)
     _flush(folder)
