@@ -211,16 +211,13 @@ def forward_mode(model: nn.Module) -> Iterator[None]:
 Estimator = Callable[[nn.Module, Proposal, Any, KLConfig, float | None, Logits], float]
 
 
-def _by_jvp(model, update, probe, config, last, logits):
-    return q_jvp(model, update, probe, config.temperature, logits)
-
-
 def _by_finite_difference(model, update, probe, config, last, logits):
     step = math.sqrt(config.probe_kl / last) if last and config.probe_kl else config.probe_step  # near the last one's
     return q_finite_difference(model, update, probe, step, config.temperature, config.probe_kl, logits)
 
 
-ESTIMATORS |= {"jvp": _by_jvp, "finite_difference": _by_finite_difference}
+ESTIMATORS["jvp"] = lambda model, update, probe, config, last, logits: q_jvp(model, update, probe, config.temperature, logits)
+ESTIMATORS["finite_difference"] = _by_finite_difference
 
 
 def predict_q(

@@ -18,9 +18,8 @@ from .projection import Projection
 from .settings import RULES, ConfigError, NonFiniteError, OptimConfig, SketchConfig, to_dict
 from .sketch import Sketcher, attach, detach, select_targets
 from .sync import SketchUpdate, SyncError
-from .weights import Masters, Modules, Weights, not_finite
+from .weights import TINY, Masters, Modules, Weights, not_finite
 
-TINY = torch.finfo(torch.float32).tiny
 LARGEST = 1e18  # of a sketch or factor entry: squares and products with A stay finite in fp32
 _DTYPE = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 

@@ -71,9 +71,6 @@ class Projection:
             raise ConfigError(f"rank = {spec.rank}: {name!r} has {width} inputs, and {spec.distribution} rows need rank <= inputs")
         self.spec, self.name, self.width = spec, canonical_name(name), width
 
-    def __repr__(self) -> str:
-        return f"Projection({self.spec}, {self.name!r}, {self.width})"
-
     @property
     def signs(self) -> bool:
         """Whether `bits` are all of it."""
@@ -116,12 +113,9 @@ class Projection:
         return self._digest
 
 
-def make_projection(
-    spec: ProjectionSpec, name: str, width: int, *, columns: slice = slice(None), dtype: torch.dtype = torch.float32,
-    device: torch.device | str = "cpu",
-) -> torch.Tensor:  # fmt: skip
-    """A [r, k] of one layer; see `Projection`."""
-    return Projection(spec, name, width).matrix(dtype, device, columns)
+def make_projection(spec: ProjectionSpec, name: str, width: int, **how) -> torch.Tensor:
+    """A [r, k] of one layer; `how` as in `Projection.matrix`."""
+    return Projection(spec, name, width).matrix(**how)
 
 
 def projection_digest(projections: Mapping[str, Projection]) -> str:

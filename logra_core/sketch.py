@@ -273,7 +273,9 @@ def attach(model: nn.Module, config: SketchConfig, wire_dtype: torch.dtype = tor
         target.module.register_parameter(SKETCH, _SketchParameter(target.how.shape, target.weight.device))
         target.start()
     model._logra_targets = targets
-    model._logra_handles = _state_dict_hooks(targets.values()) + _require_grad_of_embeddings(model)
+    model._logra_handles = [t.module.register_state_dict_post_hook(_drop_key) for t in targets.values()]
+    model._logra_handles += [t.module.register_load_state_dict_post_hook(_not_missing) for t in targets.values()]
+    model._logra_handles += _require_grad_of_embeddings(model)
     return targets
 
 
@@ -290,11 +292,6 @@ def detach(model: nn.Module) -> None:
     for attribute in ("_logra_targets", "_logra_handles", "_logra_requires_grad"):
         if hasattr(model, attribute):
             delattr(model, attribute)
-
-
-def _state_dict_hooks(targets: Iterable[Target]) -> list:
-    modules = [t.module for t in targets]
-    return [m.register_state_dict_post_hook(_drop_key) for m in modules] + [m.register_load_state_dict_post_hook(_not_missing) for m in modules]
 
 
 def _drop_key(module, state_dict, prefix, local_metadata) -> None:
