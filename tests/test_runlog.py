@@ -131,7 +131,7 @@ def test_rows_hold_numbers_arrays_and_dataclasses_and_refuse_the_rest(tmp_path: 
 
 
 def test_floats_come_back_bit_for_bit(tmp_path: Path) -> None:
-    values = np.random.default_rng(0).standardnormal(1000).tolist() + [1e-300, 5e-324, 0.1 + 0.2]
+    values = np.random.default_rng(0).standard_normal(1000).tolist() + [1e-300, 5e-324, 0.1 + 0.2]
     with RunLog(tmp_path / "log.jsonl", header()) as log:
         log.row("update", values=values)
     assert read_log(tmp_path / "log.jsonl")[1][0]["values"] == values
